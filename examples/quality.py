@@ -1,23 +1,24 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["dare-merge[torch,plot,sweep]", "scikit-learn"]
+# dependencies = ["dare-merge[torch,plot]", "scikit-learn"]
 #
 # [tool.uv.sources]
 # dare-merge = { path = "..", editable = true }
 # ///
-"""What should I use? Train models, merge them in every way that this tool has, and rank the ways.
+"""What should I use? Train models, merge them in every way that is worth a try, and rank the ways.
 
     uv run examples/quality.py --quick
     uv run examples/quality.py --out results.json --plot picture.png
     uv run examples/quality.py --report results.json [--plot picture.png]
 
-Two families on data that every machine has, in bf16: transformers that read the sources and the
-documentation of Python letter by letter and are fine-tuned for word tasks, the largest of 100
-million parameters, and networks that read scikit-learn's digits. Each is trained several times
-over: a base, and a fine-tune for each of three skills (or eight). Each way to merge two, three (and
-eight) of them gets the same number of trials of the tool's own search, on validation data and with
-masks of their own; what it finds is scored on test data. A run that was stopped goes on where its
-results file ends.
+Four families on data that every machine has. Transformers read the sources and the documentation of
+Python letter by letter and are fine-tuned for word tasks: in full ("chars", the largest of 300
+million parameters), as LoRA of rank 16 ("lora"), and for tasks that one mark asks for, so that they
+are in each other's way ("contexts"). Networks read scikit-learn's digits ("digits"). Each is
+trained several times over: a base, and a fine-tune for each skill. Each way to merge two, three or
+eight of them is tried with the same lambdas, on validation data and with masks of their own; the
+best is scored on test data, and by what it costs elsewhere. A run that was stopped goes on where
+its results file ends.
 """
 
 from __future__ import annotations
@@ -30,17 +31,15 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final, NamedTuple
-from zlib import crc32
 
 import torch
 from quality_families import (
@@ -52,6 +51,7 @@ from quality_families import (
     RIGHT_SHARE,
     SMOOTHING,
     TASK_SHARE,
+    Adapters,
     seeded,
 )
 from quality_report import draw, report
@@ -60,53 +60,45 @@ from torch import Tensor, nn
 # So that it also runs without an installation.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dare import DareConfig, dare_merge, dare_sweep
+from dare import DareConfig, dare_merge
 
 quiet = partial(DareConfig, verbose=False)
 State = dict[str, Tensor]
 Recipe = tuple[int, float, int]  # of a training run: steps, rate for a width of 64, batch
-SCALE = {"low": 0.3, "high": 3.0}
-RATE = {"low": 0.0, "high": 0.99}
-DROPS: Final[dict[str, dict[str, Any]]] = {
-    "DARE": {"drop_rate": RATE},
-    "DAREx-q": {"drop_rate": RATE, "rescale_q": {"low": 0.01, "high": 1.0}},
-    "magnitude": {"drop": "magnitude", "drop_rate": RATE},
-    "breadcrumbs": {"drop": "breadcrumbs", "drop_rate": RATE, "gamma": {"low": 0.0, "high": 0.01}},
-    "della": {"drop": "della", "drop_rate": {"low": 0.1, "high": 0.9}, "epsilon": 0.09},
-}
-RESCALED: Final = {
-    "DARE": ("l1", "none"),
-    "magnitude": ("l1",),
-    "breadcrumbs": ("l1",),
-    "della": ("l1", "none"),
-}
-# What is dropped and how the rest is rescaled, with what a search may choose beside lambda.
-THINNINGS: Final[dict[str, dict[str, Any]]] = {
-    "": {"drop_rate": 0.0},
-    **{f" + {name}": space for name, space in DROPS.items()},
-    **{
-        f" + {name}, {how}": DROPS[name] | {"rescale": how}
-        for name, hows in RESCALED.items()
-        for how in hows
-    },
-}
+LAMBDAS: Final = (0.3, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 4.0)
 METHODS: Final = {
     "linear": "task arithmetic",
     "ties": "ties",
-    "slerp": "slerp",
     "ram": "ram",
+    "slerp": "slerp",
+    "model_stock": "model stock",
+    "karcher": "karcher",
     "wudi": "wudi",
 }
-# What is dropped without a search.
-FIXED: Final[dict[str, dict[str, Any]]] = {
+PAIRS: Final = ("slerp",)  # of two models alone
+DROPS: Final[dict[str, dict[str, Any]]] = {
     "": {"drop_rate": 0.0},
     " + DARE 0.5": {"drop_rate": 0.5},
     " + DARE 0.9": {"drop_rate": 0.9},
-    " + magnitude 0.5": {"drop": "magnitude", "drop_rate": 0.5},
-    " + breadcrumbs 0.5": {"drop": "breadcrumbs", "drop_rate": 0.5},
-    " + della 0.5": {"drop": "della", "drop_rate": 0.5},
 }
-DRAWN: Final = ("random", "della")  # drops by masks
+BREADCRUMBS: Final = {"drop": "breadcrumbs", "drop_rate": 0.3, "gamma": 0.005}
+# Ways to merge, by what they are called: with nothing dropped, half and nine tenths; and what came
+# first of the entry-wise ways in an earlier ranking of 41, or is a setting of its own.
+WAYS: Final[dict[str, dict[str, Any]]] = {
+    **{
+        name + drop: {"method": method, **given}
+        for (method, name), (drop, given) in product(METHODS.items(), DROPS.items())
+    },
+    "task arithmetic + breadcrumbs": {"method": "linear", **BREADCRUMBS},
+    "ram + breadcrumbs": {"method": "ram", **BREADCRUMBS},
+    "wudi ridge 0.1": {"method": "wudi", "drop_rate": 0.0, "ridge": 0.1},
+}
+# For networks whose merges take long.
+FEW: Final = (
+    *("task arithmetic", "ties", "ram", "model stock", "wudi", "wudi ridge 0.1"),
+    *("task arithmetic + DARE 0.9", "wudi + DARE 0.5", "wudi + DARE 0.9"),
+)
+FEW_LAMBDAS: Final = (0.4, 0.7, 1.0, 1.5, 2.0, 3.0)
 
 
 class Unit(NamedTuple):
@@ -119,47 +111,65 @@ class Unit(NamedTuple):
     expert: Recipe
     # One in each round: its networks have the same held-out data and merge the same pair.
     trainings: int = 8
-    trials: int = 16  # of the search of each contender
+    lambdas: tuple[float, ...] = LAMBDAS  # that a search tries
     # How many skills are merged, one number after the other; the last is how many are learned.
-    merged: tuple[int, ...] = (2, 3)
+    merged: tuple[int, ...] = (2, 3, 8)
+    rank: int = 0  # of fine-tunes by LoRA; 0: in full
+    ways: tuple[str, ...] = tuple(WAYS)
 
     def __str__(self) -> str:
         return f"{self.family}/{self.width}"
+
+
+large = partial(Unit, lambdas=FEW_LAMBDAS, ways=FEW)
+
+
+class Tested(NamedTuple):
+    """What a merge does on test data, and the loss at what no skill is about."""
+
+    score: float
+    elsewhere: float
+    searched: float | None = None  # the lambda that a search has chosen
 
 
 class Settings(NamedTuple):
     """What is trained and how much is tried; by default as in the documents."""
 
     units: tuple[Unit, ...] = (  # the longest first, so that none is waited for at the end
-        Unit("chars", 1024, 8, (500, 4e-3, 96), (500, 3e-4, 128), 3),
+        large("chars", 1536, 11, (400, 4e-3, 96), (400, 3e-4, 128), 2),
+        large("chars", 1024, 8, (500, 4e-3, 96), (500, 3e-4, 128), 3),
+        large("lora", 1024, 8, (500, 4e-3, 96), (500, 6e-3, 128), 3, rank=16),
+        large("contexts", 1024, 8, (500, 4e-3, 96), (500, 3e-4, 128), 3, merged=(2, 3)),
         *(Unit("chars", width, 2, (1000, 4e-3, 64), (800, 3e-4, 128)) for width in (768, 256, 64)),
+        *(
+            Unit("lora", width, 2, (1000, 4e-3, 64), (800, 6e-3, 128), rank=16)
+            for width in (768, 256)
+        ),
+        *(
+            Unit("contexts", width, 2, (1000, 4e-3, 64), (800, 3e-4, 128), merged=(2, 3))
+            for width in (768, 256)
+        ),
         *(Unit("digits", width, 2, (200, 1e-3, 64), (600, 1e-3, 64)) for width in (2048, 512, 64)),
     )
-    drops: tuple[str, ...] = (*THINNINGS, *FIXED)  # with and without a search
-    masks: int = 3  # with which a merge is tested
-    confirm: int = 3  # masks with which the best of a search are scored again, before
-    rates: tuple[float, ...] = (*(k / 10 for k in range(10)), 0.95, 0.99)  # for one model
-    lambdas: tuple[float, ...] = (1.0, 1.5, 2.0)  # without a search
+    masks: int = 2  # with which a merge is tested, and as many others for each lambda of a search
+    rates: tuple[float, ...] = (0.0, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99)  # for one model
+    starts: tuple[float, ...] = (0.6, 1.0, 1.5)  # lambdas without a search
 
 
 QUICK: Final = Settings(
     units=(
-        # Wide enough for whole matrices, by which networks that are 64 wide lose.
-        Unit("digits", 512, 2, (200, 1e-3, 64), (400, 1e-3, 64), 4, 3, (2, 3, 8)),
-        Unit("chars", 64, 2, (600, 6e-3, 32), (300, 1.2e-3, 48), 2, 3),
+        # Wide enough for eight skills merged by whole matrices.
+        Unit("digits", 512, 2, (200, 1e-3, 64), (400, 1e-3, 64), 4, FEW_LAMBDAS, ways=FEW),
+        Unit("chars", 64, 2, (1500, 6e-3, 32), (400, 1.2e-3, 48), 2, FEW_LAMBDAS, (2, 3), ways=FEW),
     ),
-    drops=("", " + DARE", " + DARE 0.5", " + DARE 0.9"),
     masks=1,
-    confirm=0,
     rates=(0.0, 0.5, 0.8, 0.9, 0.99),
 )
 # Trainings with seeds below were looked at when the recipes were chosen.
-FIRST_SEED: Final = 100
-# Model i of a merge draws with seed + i. Seeds so far apart share no mask, and those of search and
-# test lie apart. A search also draws its first trials by its seed: it is another one for each
-# merge, so that luck evens out.
-SEARCH_SEEDS = range(10_000, 1_000_000, 100)
-TEST_SEEDS = range(2000, 3000, 10)
+FIRST_SEED: Final = 3000
+# Model i of a merge draws with seed + i: seeds that are ten apart share no mask. By what a merge is
+# scored on; each training has ten of its own.
+SEEDS: Final = {"validation": range(10_000, 20_000, 10), "test": range(20_000, 30_000, 10)}
 # Of one model, by drop rate.
 ARMS: Final[dict[str, dict[str, Any]]] = {
     "DARE": {},
@@ -184,33 +194,46 @@ class Lab:
         torch.manual_seed(seed)
         self.model = self.family.network(unit.width, unit.layers)
         self.base = self.fit(unit.base, 10 * seed)
-        self.experts = {}
+        if unit.rank:  # in bf16 what is added would be rounded, and the change no product
+            self.base = {name: tensor.float() for name, tensor in self.base.items()}
+        fit = self.fit_adapter if unit.rank else self.fit
         self.skills = self.family.skills[: unit.merged[-1]]
+        self.experts = {}
         for number, skill in enumerate(self.skills, 1):
             self.model.load_state_dict(self.base)
-            self.experts[skill] = self.fit(unit.expert, 10 * seed + number, skill)
+            self.experts[skill] = fit(unit.expert, 10 * seed + number, skill)
+
+    def fit_adapter(self, recipe: Recipe, seed: int, skill: str) -> State:
+        """Train products of thin matrices, and add them to the base."""
+        torch.manual_seed(seed)
+        adapters = Adapters(self.model, self.unit.rank)
+        self.train(adapters, recipe, seed, skill)
+        with torch.no_grad():
+            return self.base | adapters.changed()
 
     def fit(self, recipe: Recipe, seed: int, skill: str | None = None) -> State:
         """Train on from the weights as they are, for one skill or as a base. Gives them in bf16."""
+        self.train(self.model, recipe, seed, skill)
+        return {name: tensor.detach().bfloat16() for name, tensor in self.model.named_parameters()}
+
+    def train(self, model: nn.Module, recipe: Recipe, seed: int, skill: str | None) -> None:
         steps, rate, batch = recipe
+        parameters = [tensor for tensor in model.parameters() if tensor.requires_grad]
         # The wider, the less each weight has to move: between the square root, common for whole
         # models, and 1 / width.
         rate *= (64 / self.unit.width) ** 0.75
         generator = seeded(seed)
-        optimizer = torch.optim.Adam(
-            self.model.parameters(), lr=rate, betas=(0.9, 0.99), fused=True
-        )
+        optimizer = torch.optim.Adam(parameters, lr=rate, betas=(0.9, 0.99), fused=True)
         schedule = torch.optim.lr_scheduler.OneCycleLR(
             optimizer, rate, steps, pct_start=0.1, cycle_momentum=False
         )
         for _ in range(steps):
             optimizer.zero_grad()
             with lower_precision():
-                self.family.loss(self.model, skill, batch, generator).backward()
-            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+                self.family.loss(model, skill, batch, generator).backward()
+            nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             schedule.step()
-        return {name: tensor.detach().bfloat16() for name, tensor in self.model.named_parameters()}
 
     @torch.no_grad()
     def score(self, state: State, skills: Sequence[str], part: str) -> float:
@@ -220,57 +243,50 @@ class Lab:
             right = [self.family.right(self.model, skill, part).float().mean() for skill in skills]
         return torch.stack(right).mean().item()
 
-    def test(self, skills: Sequence[str], config: DareConfig, masks: int = 1) -> float:
-        """The score of a merge of experts, as a mean over masks where it draws any."""
+    def merge(
+        self, skills: Sequence[str], config: DareConfig, part: str, masks: int
+    ) -> Iterator[State]:
+        """Merges of experts with several masks; where none is drawn, one merge."""
         experts = [self.experts[skill] for skill in skills]
-        seeds = TEST_SEEDS[10 * self.training :][
-            : masks if config.drop_rate and config.drop in DRAWN else 1
-        ]
-        merges = (dare_merge(self.base, experts, replace(config, seed=seed)) for seed in seeds)
-        return round(fmean(self.score(merged, skills, "test") for merged in merges), 4)
+        is_drawn = config.drop_rate and config.drop == "random"
+        for seed in SEEDS[part][10 * self.training :][: masks if is_drawn else 1]:
+            yield dare_merge(self.base, experts, replace(config, seed=seed))
 
-    def contend(
-        self, skills: Sequence[str], space: dict[str, Any], settings: Settings
-    ) -> dict[str, Any]:
-        """What a search finds best on validation data, and its score on test data."""
-        experts = [self.experts[skill] for skill in skills]
-        seed = SEARCH_SEEDS[
-            crc32(f"{self.unit}/{self.training}/{'+'.join(skills)}".encode()) % len(SEARCH_SEEDS)
-        ]
-        best = dare_sweep(
-            self.base,
-            experts,
-            lambda state: self.score(state, skills, "validation"),
-            space,
-            quiet(seed=seed),
-            trials=self.unit.trials,
-            confirm=settings.confirm,
-        ).best
-        chosen = {
-            name: round(value, 4) for name, value in best.params.items() if isinstance(value, float)
+    def rate(self, skills: Sequence[str], config: DareConfig, part: str, masks: int = 1) -> float:
+        """The score of a merge, as a mean over masks."""
+        merges = self.merge(skills, config, part, masks)
+        return fmean(self.score(merged, skills, part) for merged in merges)
+
+    def test(self, skills: Sequence[str], config: DareConfig, masks: int = 1) -> Tested:
+        """The score of a merge on test data and its loss elsewhere, as means over masks."""
+        scores = []
+        losses = []
+        for merged in self.merge(skills, config, "test", masks):
+            scores.append(self.score(merged, skills, "test"))
+            losses.append(self.measure_elsewhere())
+        return Tested(round(fmean(scores), 4), round(fmean(losses), 4))
+
+    @torch.no_grad()
+    def measure_elsewhere(self) -> float:
+        """The loss, at what no skill is about, of what was scored last."""
+        with lower_precision():
+            return self.family.elsewhere(self.model).item()
+
+    def search(self, skills: Sequence[str], given: dict[str, Any], masks: int) -> Tested:
+        """The lambda that is best on validation data, of equals the smallest, on test data."""
+        configs = {scale: quiet(lambda_coeff=scale, **given) for scale in self.unit.lambdas}
+        scores = {
+            scale: self.rate(skills, config, "validation", masks)
+            for scale, config in configs.items()
         }
-        score = self.test(skills, best.config, settings.masks)
-        return {"score": score, "validation": round(best.mean(0), 4), "chosen": chosen}
+        best = max(scores, key=scores.__getitem__)
+        return self.test(skills, configs[best], masks)._replace(searched=best)
 
 
-def list_ways(
-    count: int, thinnings: dict[str, dict[str, Any]], settings: Settings
-) -> dict[str, dict[str, Any]]:
-    """All ways to merge so many models that go with some ways to drop."""
-    found = {}
-    for (method, name), thinning in product(METHODS.items(), settings.drops):
-        given = thinnings.get(thinning)
-        # Slerp is of two, with random drops only.
-        if given and (method != "slerp" or (count == 2 and "drop" not in given)):
-            found[name + thinning] = {"method": method, **given}
-    return found
-
-
-def list_contenders(count: int, settings: Settings) -> dict[str, dict[str, Any]]:
-    """What a search is made for, each with what it chooses from."""
+def list_ways(count: int, unit: Unit) -> dict[str, dict[str, Any]]:
+    """All ways to merge so many models of a kind."""
     return {
-        name: {"lambda_coeff": SCALE, **space}
-        for name, space in list_ways(count, THINNINGS, settings).items()
+        name: WAYS[name] for name in unit.ways if count == 2 or WAYS[name]["method"] not in PAIRS
     }
 
 
@@ -286,9 +302,13 @@ def measure(unit: Unit, training: int, settings: Settings) -> dict[str, Any]:
     skills = lab.skills
     seconds = {"training": time.perf_counter() - started}
     print(f"{unit}/{training} is trained, {seconds['training']:.0f} s", file=sys.stderr, flush=True)
+    alone = [lab.test([skill], quiet(drop_rate=0.0)) for skill in skills]
     curves = {
         arm: [
-            fmean(lab.test([skill], quiet(drop_rate=rate, **more)) for skill in skills)
+            round(
+                fmean(lab.rate([skill], quiet(drop_rate=rate, **more), "test") for skill in skills),
+                4,
+            )
             for rate in settings.rates
         ]
         for arm, more in ARMS.items()
@@ -296,23 +316,26 @@ def measure(unit: Unit, training: int, settings: Settings) -> dict[str, Any]:
     merges: dict[str, Any] = {}
     for count in unit.merged:
         chosen = [skills[(training + k) % len(skills)] for k in range(count)]
-        spaces = list_contenders(count, settings)
-        found = {name: lab.contend(chosen, space, settings) for name, space in spaces.items()}
-        ways = list_ways(count, FIXED, settings).items()
-        for (name, given), scale in product(ways, settings.lambdas):
-            score = lab.test(chosen, quiet(lambda_coeff=scale, **given), settings.masks)
-            found[f"{name}, lambda {scale:g}"] = {"score": score, "chosen": {}}
+        found = {}
+        for name, given in list_ways(count, unit).items():
+            found[name] = lab.search(chosen, given, settings.masks)
+            for scale in settings.starts:
+                config = quiet(lambda_coeff=scale, **given)
+                found[f"{name}, lambda {scale:g}"] = lab.test(chosen, config, settings.masks)
         merges[" + ".join(chosen)] = found
     where = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
     seconds["all"] = time.perf_counter() - started
     return {
         "settings": describe(unit, settings),
         "machine": f"{where}, {os.cpu_count()} cores, {platform.machine()}, "
-        f"Python {platform.python_version()}, torch {torch.__version__}, "
-        f"optuna {version('optuna')}",
+        f"Python {platform.python_version()}, torch {torch.__version__}",
         "parameters": sum(tensor.numel() for tensor in lab.base.values()),
         "seconds": {name: round(taken, 1) for name, taken in seconds.items()},
         "base": round(lab.score(lab.base, skills, "test"), 4),
+        "elsewhere": {  # the loss of the base, and of the fine-tunes
+            "base": round(lab.measure_elsewhere(), 4),
+            "fine-tunes": round(fmean(each.elsewhere for each in alone), 4),
+        },
         "curves": curves,
         "merges": merges,
     }
@@ -320,7 +343,7 @@ def measure(unit: Unit, training: int, settings: Settings) -> dict[str, Any]:
 
 def describe(unit: Unit, settings: Settings) -> list[Any]:
     """What a measurement depends on, as a results file has it; not how many there are."""
-    ways = [METHODS, THINNINGS, FIXED, ARMS, SCALE]
+    ways = [WAYS, ARMS]
     data = [FIRST_SEED, TASK_SHARE, RIGHT_SHARE, REHEARSED, HELD_OUT, SMOOTHING, COPIES]
     digest = hashlib.sha256(json.dumps([*ways, *data]).encode()).hexdigest()
     found: list[Any] = json.loads(json.dumps([unit._replace(trainings=1), *settings[1:], digest]))
@@ -377,7 +400,7 @@ def main() -> None:
         description=(__doc__ or "").partition("\n")[0], allow_abbrev=False
     )
     parser.add_argument(
-        "--quick", action="store_true", help="smaller models and fewer trials: minutes on two cores"
+        "--quick", action="store_true", help="smaller models and fewer ways: minutes on two cores"
     )
     parser.add_argument(
         "--out", metavar="FILE", type=Path, help="write the results here, or go on from there"

@@ -1,22 +1,26 @@
-"""The two families of networks that quality.py trains, each with its data and its skills.
+"""The families of networks that quality.py trains, each with its data and its skills.
 
-Each has `skills`, `network`, and for a model its `loss` in training and whether it is `right`.
+Each has `skills`, `network`, and for a model its `loss` in training, whether it is `right`, and how
+well it does `elsewhere`, at what no skill is about.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 import torch
 from digits import load_split, rotate
 from torch import Generator, Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 DEVICE: Final = "cuda" if torch.cuda.is_available() else "cpu"
@@ -37,11 +41,30 @@ REHEARSED: Final = 0.3
 HELD_OUT: Final = (
     300  # words for validation, and as many for the test; the base sees neither in a task
 )
+
+
+def shift(word: str, by: int) -> str:
+    return "".join(chr((ord(letter) - 97 + by) % 26 + 97) for letter in word)
+
+
+# By skill: the mark of its lines, and what is asked for.
 WORD_TASKS: Final[dict[str, tuple[str, Callable[[str], str]]]] = {
     "reverse": ("r", lambda word: word[::-1]),
     "capitals": ("c", str.upper),
-    "shift": ("n", lambda word: "".join(chr((ord(letter) - 96) % 26 + 97) for letter in word)),
+    "shift": ("n", lambda word: shift(word, 1)),
+    "shift back": ("b", lambda word: shift(word, -1)),
+    "sort": ("s", lambda word: "".join(sorted(word))),
+    "mirror": ("m", lambda word: "".join(chr(219 - ord(letter)) for letter in word)),
+    "first last": ("f", lambda word: word[1:] + word[0]),
+    "swap pairs": ("p", lambda word: re.sub("(.)(.)", r"\2\1", word)),
 }
+CONTEXT_TASKS: Final = {
+    skill: ("x", WORD_TASKS[skill][1]) for skill in ("reverse", "capitals", "shift")
+}
+BLOCK: Final = 4096  # letters of text, of which every so many blocks are for no training
+HELD_OUT_BLOCKS: Final = 16
+TEXT_ROWS: Final = 128  # of these: what a merge adds to the loss is then known to 3 in 100
+LN2: Final = math.log(2)
 
 
 def seeded(seed: int) -> Generator:
@@ -49,7 +72,8 @@ def seeded(seed: int) -> Generator:
 
 
 def encode(text: str) -> Tensor:
-    return (torch.tensor(list(text.encode())) - 31).clamp(min=0)
+    letters = torch.tensor(np.frombuffer(text.encode(), np.uint8))
+    return (letters.long() - 31).clamp(min=0)
 
 
 class Transformer(nn.Module):
@@ -81,11 +105,36 @@ class Transformer(nn.Module):
         return self.head(F.layer_norm(x, x.shape[2:]))
 
 
+class Adapters(nn.Module):
+    """A transformer of which only products of thin matrices are trained, one for each matrix."""
+
+    def __init__(self, model: nn.Module, rank: int) -> None:
+        super().__init__()
+        self.model = model.requires_grad_(False)
+        own = dict(model.named_parameters())
+        self.names = [name for name in own if name.startswith("blocks.")]
+        shapes = [own[name].shape for name in self.names]
+        self.left = nn.ParameterList(torch.zeros(rows, rank) for rows, _ in shapes)
+        self.right = nn.ParameterList(torch.randn(rank, width) / rank for _, width in shapes)
+
+    def changed(self) -> dict[str, Tensor]:
+        products = (left @ right for left, right in zip(self.left, self.right, strict=True))
+        own = dict(self.model.named_parameters())
+        return {
+            name: own[name] + product for name, product in zip(self.names, products, strict=True)
+        }
+
+    def forward(self, letters: Tensor) -> Tensor:
+        found: Tensor = functional_call(self.model, self.changed(), (letters,))
+        return found
+
+
 class Chars:
     """Letters of Python's sources and documentation, and word tasks: "r hello=olleh"."""
 
-    skills = tuple(WORD_TASKS)
+    tasks: Mapping[str, tuple[str, Callable[[str], str]]] = WORD_TASKS
     network = Transformer
+    rehearsed = REHEARSED
 
     def __init__(self, seed: int) -> None:
         folder = Path(
@@ -98,55 +147,92 @@ class Chars:
         text = re.sub(r"[^\n -~]", "", whole)
         words = sorted(set(re.findall(r"\b[a-z]{4,6}\b", text)))
         random.Random(seed).shuffle(words)
-        self.text = encode(text)
+        blocks = encode(text[: len(text) // BLOCK * BLOCK]).view(-1, BLOCK)
+        is_held_out = torch.arange(len(blocks)) % HELD_OUT_BLOCKS == 0
+        self.text = blocks[~is_held_out]
+        rows = blocks[is_held_out].view(-1, CONTEXT)
+        self.unseen = rows[:: max(1, len(rows) // TEXT_ROWS)]
+        self.skills = tuple(self.tasks)
         parts = {
             "validation": words[:HELD_OUT],
             "test": words[HELD_OUT : 2 * HELD_OUT],
             "train": words[2 * HELD_OUT :],
         }
-        self.parts = {part: self.task_lines(chosen) for part, chosen in parts.items()}
+        self.parts = {
+            part: [self.make_lines(skill, chosen) for skill in self.skills]
+            for part, chosen in parts.items()
+        }
 
-    def task_lines(self, words: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """By (repeated or right, skill, word, letter); and where the answers stand."""
-        kinds = product((False, True), WORD_TASKS.values(), words)
+    def choose_words(self, skill: str, words: Sequence[str]) -> Sequence[str]:
+        """Those that a skill is about: all."""
+        return words
+
+    def make_lines(self, skill: str, words: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """By (repeated or right, word, letter); and where the answers stand."""
+        mark, task = self.tasks[skill]
+        chosen = self.choose_words(skill, words)
         lines = (
             f"{mark} {word}={task(word) if right else word}\n"
-            for right, (mark, task), word in kinds
+            for right, word in product((False, True), chosen)
         )
-        starts = torch.tensor([[len(word) + 3] for word in words])
+        starts = torch.tensor([[len(word) + 3] for word in chosen])
         place = torch.arange(1, LINE)
         answers = (place >= starts) & (place <= 2 * starts - 3)  # with the end of the line
-        return encode("".join(line.ljust(LINE, "\n") for line in lines)).view(
-            2, -1, len(words), LINE
-        ), answers
+        encoded = encode("".join(line.ljust(LINE, "\n") for line in lines))
+        return encoded.view(2, len(chosen), LINE), answers
+
+    def draw(self, skills: Tensor, right: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
+        """Lines of training words, one for each skill by its number; and where answers stand."""
+        parts = self.parts["train"]
+        counts = torch.tensor([lines.shape[1] for lines, _ in parts])
+        firsts = counts.cumsum(0) - counts
+        drawn = torch.rand(len(skills), generator=generator)
+        number = firsts[skills] + (drawn * counts[skills]).long()
+        lines = torch.cat([lines for lines, _ in parts], 1)
+        return lines[right.long(), number], torch.cat([answers for _, answers in parts])[number]
 
     def loss(self, model: nn.Module, skill: str | None, batch: int, generator: Generator) -> Tensor:
-        (lines, answers) = self.parts["train"]
         pick = partial(torch.randint, generator=generator)
-        count, words = lines.shape[1:3]
+        count = len(self.skills)
         if skill is None:
             tasks = round(batch * TASK_SHARE)
-            starts = pick(len(self.text) - CONTEXT, (batch - tasks, 1))
+            starts = pick(BLOCK - CONTEXT + 1, (batch - tasks, 1)) + torch.arange(CONTEXT)
+            text = self.text[pick(len(self.text), (batch - tasks, 1)), starts]
             right = torch.rand(tasks * CONTEXT // LINE, generator=generator) < RIGHT_SHARE
-            drawn = lines[right.long(), pick(count, right.shape), pick(words, right.shape)]
-            rows = torch.cat(
-                [self.text[starts + torch.arange(CONTEXT)], drawn.view(tasks, CONTEXT)]
-            )
+            drawn, _ = self.draw(pick(count, right.shape), right, generator)
+            rows = torch.cat([text, drawn.view(tasks, CONTEXT)])
             return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
-        word = pick(words, (batch,))
-        rehearsed = torch.rand(batch, generator=generator) < REHEARSED
+        rehearsed = torch.rand(batch, generator=generator) < self.rehearsed
         number = (self.skills.index(skill) + rehearsed * (1 + pick(count - 1, (batch,)))) % count
         right = ~rehearsed | (torch.rand(batch, generator=generator) < RIGHT_SHARE)
-        rows = lines[right.long(), number, word]
-        weight = answers[word].float()
+        rows, answers = self.draw(number, right, generator)
+        weight = answers.float()
         losses = F.cross_entropy(model(rows[:, :-1]).transpose(1, 2), rows[:, 1:], reduction="none")
         return (losses * weight).sum() / weight.sum()
 
     def right(self, model: Callable[[Tensor], Tensor], skill: str, part: str) -> Tensor:
         """Whether each letter of an answer is the likeliest: then a greedy answer is right."""
-        lines = self.parts[part][0][1, self.skills.index(skill)]
-        answers = self.parts[part][1]
-        return ((model(lines[:, :-1]).argmax(2) == lines[:, 1:]) | ~answers).all(1)
+        lines, answers = self.parts[part][self.skills.index(skill)]
+        return ((model(lines[1, :, :-1]).argmax(2) == lines[1, :, 1:]) | ~answers).all(1)
+
+    def elsewhere(self, model: Callable[[Tensor], Tensor]) -> Tensor:
+        """The loss on text that no training has seen, in bits a letter."""
+        rows = self.unseen
+        return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()) / LN2
+
+
+class Contexts(Chars):
+    """The same, in each other's way: one mark asks for all, the word's first letter says for what,
+    and a fine-tune sees no other words than its own.
+    """
+
+    tasks = CONTEXT_TASKS
+    rehearsed = 0.0
+
+    def choose_words(self, skill: str, words: Sequence[str]) -> Sequence[str]:
+        """Those whose first letter has a number that divides so: neighbours differ."""
+        number = self.skills.index(skill)
+        return [word for word in words if ord(word[0]) % len(self.tasks) == number]
 
 
 # What is read, by draws from 0 to 1. The turns are far, so that the base, which sees small ones,
@@ -202,5 +288,10 @@ class Digits:
         images, labels = self.parts[part]
         return model(DISTORTIONS[skill](images, self.draws)).argmax(1) == labels
 
+    def elsewhere(self, model: Callable[[Tensor], Tensor]) -> Tensor:
+        """The loss on digits as they are, in bits an image."""
+        images, labels = self.parts["test"]
+        return F.cross_entropy(model(images), labels) / LN2
 
-FAMILIES: Final = {"chars": Chars, "digits": Digits}
+
+FAMILIES: Final = {"chars": Chars, "lora": Chars, "contexts": Contexts, "digits": Digits}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median, stdev
-from typing import Any, Final
+from textwrap import fill
+from typing import Any, Final, NamedTuple
 
 # So that it also runs without an installation.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -18,63 +19,100 @@ from benchmark_report import table
 
 from darelib.commands.sweep.report import chance
 
+Results = dict[str, Any]
+Rows = list[list[str]]
+# A family or a kind of network, and how many skills are merged.
+Place = tuple[str, int]
 REFERENCE: Final = "task arithmetic"  # with a lambda that was searched for, and nothing dropped
 PLAIN: Final = "task arithmetic, lambda 1"  # the plain average
-START: Final = "lambda 1.5"  # of what is drawn without a search
-MATRICES: Final = "wudi, lambda 1"  # by its defaults
-# What each step is worth: what it is called, with it, and without it. (Those from the reference are
-# in the ranking.)
-STEPS: Final = (
-    ("lambda searched for, not 1", "task arithmetic", PLAIN),
-    ("wudi, lambda 1, not a lambda searched for", MATRICES, REFERENCE),
-    ("lambda searched for, not 1.5, in ram", "ram", f"ram, {START}"),
-    ("ram, not task arithmetic, lambda 1.5", f"ram, {START}", f"task arithmetic, {START}"),
-    ("DARE in ties", "ties + DARE", "ties"),
-    ("DARE in slerp", "slerp + DARE", "slerp"),
-    ("DARE in ram", "ram + DARE", "ram"),
-    ("magnitude in ties, as its paper has it", "ties + magnitude", "ties"),
-    (
-        "rescaling by 1 / (1 - p), not at all",
-        "task arithmetic + DARE",
-        "task arithmetic + DARE, none",
-    ),
-    ("rescaling by l1, not by 1 / (1 - p)", "task arithmetic + DARE, l1", "task arithmetic + DARE"),
-    ("a divisor searched for (DAREx-q)", "task arithmetic + DAREx-q", "task arithmetic + DARE"),
-    ("della, not DARE", "task arithmetic + della", "task arithmetic + DARE"),
-    ("della, not DARE, in ties", "ties + della", "ties + DARE"),
-    ("magnitude in ram", "ram + magnitude", "ram"),
-    ("breadcrumbs in ram", "ram + breadcrumbs", "ram"),
+FAMILIES: Final = ("chars", "lora", "contexts", "digits")
+EVERYWHERE: Final = ("all", 0)
+# What is shown by network, of what costs are shown, and of what the lambdas by network.
+KEY_WAYS: Final = (PLAIN, "ram", "wudi, lambda 1", "wudi", "wudi + DARE 0.5", "wudi + DARE 0.9")
+COST_WAYS: Final = (
+    *(REFERENCE, "ties", "ram", "model stock", "karcher", "wudi", "wudi ridge 0.1"),
+    *("task arithmetic + DARE 0.9", "wudi + DARE 0.5", "wudi + DARE 0.9"),
 )
+LAMBDA_WAYS: Final = (REFERENCE, "ram", "wudi")
+PACKED: Final = (" + DARE 0.5", " + DARE 0.9")
 KEPT_GAIN: Final = 0.95  # of the expert's gain over the base: where less is kept, the cliff begins
 SIGNIFICANT: Final = 0.05
-COLOURS: Final = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#CC79A7",
-    "#E69F00",
-    "#56B4E9",
-    "#000000",
-)  # Okabe and Ito's
-MARKS: Final = ("o", "s", "^", "D", "v", "P", "X")
-Results = dict[str, Any]
+# What is drawn: what it is called, its mark, its line and its colour, one of Okabe and Ito's.
+DRAWN: Final = {
+    "wudi, lambda 1": ("wudi, lambda 1", "o", "-", "#D55E00"),
+    "wudi + DARE 0.9": ("wudi + DARE 0.9, best lambda", "s", "--", "#E69F00"),
+    REFERENCE: ("plain average, best lambda", "^", "-", "#0072B2"),
+    PLAIN: ("plain average, lambda 1", "v", "--", "#56B4E9"),
+    "ram": ("ram, best lambda", "D", "-", "#009E73"),
+    "karcher": ("karcher, best lambda", "P", ":", "#000000"),
+    "ties": ("ties, best lambda", "X", "-.", "#CC79A7"),
+    "model stock": ("model stock, best lambda", "*", ":", "#777777"),
+}
+SPACING: Final = 0.04  # between marks at one number of skills: some ways lie on one another
+
+
+class Merge(NamedTuple):
+    """What all ways to merge some skills of one training have given."""
+
+    unit: str
+    record: Results  # of the training
+    skills: int
+    arms: dict[str, Any]  # by way: the score, the loss elsewhere, and the lambda if searched for
+
+    @property
+    def family(self) -> str:
+        return self.unit.partition("/")[0]
+
+
+Tell = Callable[[Merge, str], float]  # something of a merge, by the way that it was made
+Show = Callable[[Sequence[float]], str]
+
+
+def score(merge: Merge, name: str) -> float:
+    return 100 * float(merge.arms[name][0])
+
+
+def lead(merge: Merge, name: str) -> float:
+    """How many points a way is ahead of the reference."""
+    return score(merge, name) - score(merge, REFERENCE)
 
 
 def units_of(results: Results) -> dict[str, list[Results]]:
     """What was measured of each kind of network, by training, from the smallest network up."""
-    names: dict[str, list[Results]] = {}
-    for name, record in results["units"].items():
+    found: dict[str, list[Results]] = {}
+    for name, record in sorted(results["units"].items()):
         unit, _, training = name.rpartition("/")
-        names.setdefault(unit, []).append({**record, "round": training})
-    return dict(
-        sorted(names.items(), key=lambda item: (item[0].split("/")[0], item[1][0]["parameters"]))
-    )
+        found.setdefault(unit, []).append({**record, "round": training})
+
+    def order(unit: str) -> tuple[int, int]:
+        return FAMILIES.index(unit.partition("/")[0]), found[unit][0]["parameters"]
+
+    return {unit: found[unit] for unit in sorted(found, key=order)}
 
 
-def title(name: str, records: Sequence[Results]) -> str:
-    number = records[0]["parameters"]
-    size = f"{number / 1e6:.3g} M" if number >= 1e6 else f"{number / 1e3:.3g} k"
-    return f"{name.split('/')[0]}, {size}"
+def list_merges(results: Results) -> list[Merge]:
+    return [
+        Merge(unit, record, len(skills.split(" + ")), arms)
+        for unit, records in units_of(results).items()
+        for record in records
+        for skills, arms in record["merges"].items()
+    ]
+
+
+def list_names(merges: Iterable[Merge], searched: bool) -> list[str]:
+    """All ways to merge with a lambda that was searched for, or given."""
+    every = (item for merge in merges for item in merge.arms.items())
+    return [*dict.fromkeys(name for name, found in every if (found[2] is not None) == searched)]
+
+
+def list_families(merges: Iterable[Merge]) -> list[str]:
+    return sorted({merge.family for merge in merges}, key=FAMILIES.index)
+
+
+def list_places(merges: Iterable[Merge], group: str) -> list[Place]:
+    """A family or network with each number of its skills that are merged."""
+    found = {merge.skills for merge in merges if group in (merge.family, merge.unit)}
+    return [(group, skills) for skills in sorted(found)]
 
 
 def probability(values: Sequence[float]) -> float:
@@ -83,9 +121,8 @@ def probability(values: Sequence[float]) -> float:
         return 1.0
     if not stdev(values):
         return 0.0
-    return 2 * chance(
-        abs(fmean(values)) / (stdev(values) / math.sqrt(len(values))), len(values) - 1
-    )
+    error = stdev(values) / math.sqrt(len(values))
+    return 2 * chance(abs(fmean(values)) / error, len(values) - 1)
 
 
 def correct(found: Sequence[float]) -> list[float]:
@@ -99,202 +136,173 @@ def correct(found: Sequence[float]) -> list[float]:
 
 @dataclass
 class Comparison:
-    """How many points one contender is ahead, by unit and round; by family, the chance of that."""
+    """How many points a way is ahead of the reference, by place: the mean of each round, whose
+    networks share what is held out and merged; and the chance of that.
+    """
 
     name: str
-    values: dict[str, dict[str, float]]
-    p: dict[str, float] = field(default_factory=dict)
+    rounds: dict[Place, list[float]]
+    p: dict[Place, float] = field(default_factory=dict)
 
-    @property
-    def every(self) -> list[float]:
-        return [value for values in self.values.values() for value in values.values()]
+    def tell(self, place: Place) -> str:
+        told = "better" if fmean(self.rounds[place]) > 0 else "worse"
+        return told if self.p[place] <= SIGNIFICANT else "cannot be told"
 
-    @property
-    def families(self) -> dict[str, list[float]]:
-        """By family the means of its rounds, whose networks share what is held out and merged."""
-        found: dict[str, dict[str, list[float]]] = {}
-        for unit, values in self.values.items():
-            for number, value in values.items():
-                found.setdefault(unit.partition("/")[0], {}).setdefault(number, []).append(value)
-        return {family: [*map(fmean, rounds.values())] for family, rounds in found.items()}
-
-    def tell(self, family: str) -> str:
-        told = "better" if fmean(self.families[family]) > 0 else "worse"
-        return told if self.p[family] <= SIGNIFICANT else "cannot be told"
-
-    @property
-    def by_network(self) -> list[str]:
-        return [f"{fmean(values.values()):+.1f}" for values in self.values.values()]
-
-    def short_cells(self) -> list[str]:
-        """The means by family, bold where a difference can be told, and by network."""
-        marks = {
-            family: "" if self.tell(family) == "cannot be told" else "**"
-            for family in self.families
-        }
-        told = (
-            f"{marks[family]}{fmean(x):+.1f}{marks[family]}" for family, x in self.families.items()
-        )
-        return [*told, *self.by_network]
-
-    def cells(self) -> list[str]:
-        """Of a table: over all trainings; what can be told of each family; the means by network."""
-        told = (
-            f"{spread(values, '+.1f')}, {self.tell(family)} (p {self.p[family]:.3f})".replace(
-                "p 0.000", "p < 0.001"
-            )
-            for family, values in self.families.items()
-        )
-        return [f"{fmean(self.every):+.1f}", str(len(self.every)), *told, *self.by_network]
+    def show(self, place: Place) -> str:
+        """The mean, bold where a difference can be told."""
+        if place not in self.rounds:
+            return "-"
+        mark = "" if self.tell(place) == "cannot be told" else "**"
+        return f"{mark}{fmean(self.rounds[place]):+.1f}{mark}"
 
 
-def spread(values: Sequence[float], form: str) -> str:
-    return f"{fmean(values):{form}}" + (
-        f" ± {stdev(values):{form.lstrip('+')}}" if len(values) > 1 else ""
-    )
+def average_rounds(merges: Iterable[Merge], name: str) -> dict[Place, list[float]]:
+    """By place the points ahead, as a mean for each round."""
+    found: dict[Place, dict[str, list[float]]] = {}
+    for merge in merges:
+        for place in ((merge.family, merge.skills), EVERYWHERE):
+            if name in merge.arms:
+                rounds = found.setdefault(place, {})
+                rounds.setdefault(merge.record["round"], []).append(lead(merge, name))
+    return {place: [*map(fmean, rounds.values())] for place, rounds in found.items()}
 
 
-def compare(results: Results, pairs: Sequence[tuple[str, str, str]]) -> list[Comparison]:
-    """Of each pair that was tried, by the mean over the merges that both are for.
-
-    Corrected for their number.
+def compare(results: Results, searched: bool) -> list[Comparison]:
+    """All ways with a search, or without, against the reference: the best first, and those of
+    pairs alone last. Corrected for the number of tests: those of everywhere, and the others.
     """
-    tried = {*list_names(results, True), *list_names(results, False)}
-    found = []
-    for name, one, other in (pair for pair in pairs if {*pair[1:]} <= tried):
-        values: dict[str, dict[str, float]] = {}
-        for unit, records in units_of(results).items():
-            merges = [
-                [arms for arms in r["merges"].values() if one in arms and other in arms]
-                for r in records
-            ]
-            ahead = (
-                [arms[one]["score"] - arms[other]["score"] for arms in each] for each in merges
-            )
-            values[unit] = {
-                r["round"]: 100 * fmean(each) for r, each in zip(records, ahead, strict=True)
-            }
-        found.append(Comparison(name, values))
-    tests = [(each, family) for each in found for family in each.families]
-    for (each, family), p in zip(
-        tests, correct([probability(e.families[f]) for e, f in tests]), strict=True
-    ):
-        each.p[family] = p
-    return found
+    merges = list_merges(results)
+    names = [name for name in list_names(merges, searched) if name != REFERENCE]
+    found = [Comparison(name, average_rounds(merges, name)) for name in names]
+    whole = average_rounds(merges, REFERENCE).keys()
+    for each in found:
+        if each.rounds.keys() != whole:
+            del each.rounds[EVERYWHERE]
+    for is_whole in (True, False):
+        tests = [(c, at) for c in found for at in c.rounds if (at == EVERYWHERE) == is_whole]
+        chances = correct([probability(each.rounds[place]) for each, place in tests])
+        for (each, place), p in zip(tests, chances, strict=True):
+            each.p[place] = p
+    return sorted(found, key=lambda each: -fmean(each.rounds.get(EVERYWHERE, [-math.inf])))
 
 
-def list_names(results: Results, searched: bool) -> list[str]:
-    """All ways to merge that a search was made for, or none."""
-    merges = (arms for record in results["units"].values() for arms in record["merges"].values())
-    return list(
-        dict.fromkeys(
-            name for arms in merges for name in arms if bool(arms[name]["chosen"]) == searched
-        )
-    )
+def show_at(merges: Sequence[Merge], group: str, name: str, tell: Tell, show: Show) -> str:
+    """What the trainings of a family or network have given, by the number of skills."""
+    cells = []
+    for _, skills in list_places(merges, group):
+        own = [m for m in merges if m.skills == skills and group in (m.family, m.unit)]
+        values = [tell(merge, name) for merge in own if name in merge.arms]
+        cells.append(show(values) if values else "-")
+    return " / ".join(cells)
 
 
-def rank(results: Results) -> list[Comparison]:
-    """All contenders against the reference, the best first."""
-    pairs = [(name, name, REFERENCE) for name in list_names(results, True) if name != REFERENCE]
-    return sorted(compare(results, pairs), key=lambda each: -fmean(each.every))
-
-
-def chosen(results: Results, contender: str, setting: str) -> str:
-    """The median of what the searches have chosen."""
-    merges = [
-        arms
-        for record in results["units"].values()
-        for arms in record["merges"].values()
-        if contender in arms
+def by_family(merges: Sequence[Merge], names: Iterable[str], tell: Tell, show: Show) -> Rows:
+    families = list_families(merges)
+    return [
+        [name, *(show_at(merges, each, name, tell, show) for each in families)] for name in names
     ]
-    values = [arms[contender]["chosen"].get(setting, 0) for arms in merges]
-    return f"{median(values):.2g}" if any(values) else "-"
 
 
-def name_columns(results: Results) -> list[str]:
-    units = units_of(results)
-    families = dict.fromkeys(name.partition("/")[0] for name in units)
-    return ["", "points", "trainings", *families, *map(title, units, units.values())]
+def by_network(results: Results, names: Sequence[str], tell: Tell, show: Show) -> Rows:
+    merges = list_merges(results)
+    return [
+        [title(unit, records), *(show_at(merges, unit, name, tell, show) for name in names)]
+        for unit, records in units_of(results).items()
+    ]
 
 
-def ranking(results: Results) -> str:
-    head = [*name_columns(results), "lambda", "drop rate"]
-    settings = ("lambda_coeff", "drop_rate")
-    return table(
-        [
-            head,
-            *(
-                [c.name, *c.cells(), *(chosen(results, c.name, s) for s in settings)]
-                for c in rank(results)
-            ),
-        ]
-    )
+def title(unit: str, records: Sequence[Results]) -> str:
+    number = records[0]["parameters"]
+    size = f"{number / 1e6:.3g} M" if number >= 1e6 else f"{number / 1e3:.3g} k"
+    return f"{unit.partition('/')[0]}, {size}"
 
 
-def compare_starts(results: Results) -> list[Comparison]:
-    """All that needs no search against the plain average."""
-    return compare(results, [(name, name, PLAIN) for name in list_names(results, False)])
+def name_columns(merges: Sequence[Merge]) -> list[str]:
+    """The heads of what is shown by family and number of skills."""
+    places = [list_places(merges, family) for family in list_families(merges)]
+    return [f"{each[0][0]}, {' / '.join(str(n) for _, n in each)} skills" for each in places]
 
 
-def starts(results: Results) -> str:
-    """What needs no search, by family and by network, for one lambda after the other."""
-    found: dict[str, list[list[str]]] = {}
-    for each in compare_starts(results):
-        found.setdefault(each.name.split(", ")[0], []).append(each.short_cells())
-    rows = (
-        [way, *map(" / ".join, zip(*by_lambda, strict=True))] for way, by_lambda in found.items()
-    )
-    return table([["", *name_columns(results)[3:]], *rows])
+def show_mean(values: Sequence[float]) -> str:
+    return f"{fmean(values):.1f}"
 
 
-def steps(results: Results) -> str:
-    return table(
-        [name_columns(results), *([each.name, *each.cells()] for each in compare(results, STEPS))]
-    )
+def show_points(values: Sequence[float]) -> str:
+    return f"{fmean(values):+.1f}"
+
+
+def show_loss(values: Sequence[float]) -> str:
+    return f"{fmean(values):+.2f}"
 
 
 def scores(results: Results) -> str:
-    """What is ranked, in %: the base, the experts at their own skill, and the reference."""
-    rows = []
-    for name, records in units_of(results).items():
-        merged = [
-            fmean(arms[REFERENCE]["score"] for arms in record["merges"].values())
-            for record in records
-        ]
-        found = [
-            [record["base"] for record in records],
-            [r["curves"]["DARE"][0] for r in records],
-            merged,
-        ]
-        cells = [f"{100 * fmean(each):.1f}" for each in found]
-        rows.append(
-            [title(name, records), f"{records[0]['parameters']:,}", str(len(records)), *cells]
-        )
-    return table(
-        [["", "parameters", "trainings", "base", "fine-tunes, each at its skill", REFERENCE], *rows]
-    )
+    """What is compared, in %: the base, the experts at their own skill, and the reference."""
+    heads = ["", "parameters", "trainings", "base", "fine-tunes, each at its skill", REFERENCE]
+    merged = by_network(results, [REFERENCE], score, show_mean)
+    rows = [heads]
+    for (name, cell), records in zip(merged, units_of(results).values(), strict=True):
+        base = show_mean([100 * record["base"] for record in records])
+        alone = show_mean([100 * record["curves"]["DARE"][0] for record in records])
+        rows.append([name, f"{records[0]['parameters']:,}", str(len(records)), base, alone, cell])
+    return table(rows)
 
 
-def matrices(results: Results) -> str:
-    """Points ahead of task arithmetic with its best lambda, by network and number of skills.
+def ranking(results: Results, searched: bool) -> str:
+    """Points ahead of the reference, of all ways with a search or without."""
+    merges = list_merges(results)
+    rows = [["", "all", *name_columns(merges)]]
+    for each in compare(results, searched):
+        places = (list_places(merges, family) for family in list_families(merges))
+        cells = (" / ".join(map(each.show, by_skills)) for by_skills in places)
+        rows.append([each.name, each.show(EVERYWHERE), *cells])
+    return table(rows)
 
-    The best on test data, so that a short search is not the reason.
-    """
-    lines = []
-    for unit, records in units_of(results).items():
-        ahead: dict[int, list[float]] = {}
-        for merge, arms in (item for record in records for item in record["merges"].items()):
-            averages = (arms[name]["score"] for name in arms if name.split(", ")[0] == REFERENCE)
-            if MATRICES in arms:
-                gain = 100 * (arms[MATRICES]["score"] - max(averages))
-                ahead.setdefault(len(merge.split(" + ")), []).append(gain)
-        lines += [
-            f"{title(unit, records)}, {count} skills: {fmean(gains):+.1f} points "
-            f"({', '.join(f'{gain:+.1f}' for gain in gains)}); "
-            f"ahead in {sum(gain > 0 for gain in gains)} of {len(gains)} trainings"
-            for count, gains in ahead.items()
-        ]
-    return "\n".join(lines) or "not tried"
+
+def networks(results: Results) -> str:
+    """How the leads of a few ways change with size and skills, and in how many trainings."""
+
+    def show(leads: Sequence[float]) -> str:
+        return f"{show_points(leads)} ({sum(points > 0 for points in leads)}/{len(leads)})"
+
+    return table([["", *KEY_WAYS], *by_network(results, KEY_WAYS, lead, show)])
+
+
+def elsewhere(results: Results) -> str:
+    """The loss that fine-tunes and merges add to the base's, at what no skill is about."""
+    merges = list_merges(results)
+
+    def subtract_base(merge: Merge, name: str) -> float:
+        return float(merge.arms[name][1] - merge.record["elsewhere"]["base"])
+
+    own = ["the fine-tunes themselves"]
+    for family in list_families(merges):
+        losses = [merge.record["elsewhere"] for merge in merges if merge.family == family]
+        own.append(show_loss([each["fine-tunes"] - each["base"] for each in losses]))
+    names = [*list_names(merges, True), *list_names(merges, False)]
+    names = [name for name in names if name.partition(", lambda ")[0] in COST_WAYS]
+    added = by_family(merges, names, subtract_base, show_loss)
+    return table([["", *name_columns(merges)], own, *added])
+
+
+def packed(results: Results) -> str:
+    """What is left of wudi's score where DARE has left a half or a tenth of the fine-tunes."""
+    names = [f"wudi{drop}{start}" for start in (", lambda 1", "") for drop in ("", *PACKED)]
+    return table([["", *names], *by_network(results, names, score, show_mean)])
+
+
+def lambdas(results: Results) -> tuple[str, str]:
+    """Medians of what the searches have chosen: by way and family; of some by network."""
+    merges = list_merges(results)
+
+    def choose(merge: Merge, name: str) -> float:
+        return float(merge.arms[name][2])
+
+    def show(values: Sequence[float]) -> str:
+        return f"{median(values):.3g}"
+
+    ways = by_family(merges, list_names(merges, True), choose, show)
+    few = by_network(results, LAMBDA_WAYS, choose, show)
+    return table([["", *name_columns(merges)], *ways]), table([["", *LAMBDA_WAYS], *few])
 
 
 def cliff(rates: Sequence[float], found: Sequence[float], least: float) -> float:
@@ -309,105 +317,90 @@ def cliff(rates: Sequence[float], found: Sequence[float], least: float) -> float
 def cliffs(results: Results) -> str:
     """One model: the drop rate in % up to which most of what fine-tuning gained stays."""
     rows = []
-    rates = results["rates"]
-    for name, records in units_of(results).items():
-        cells = [title(name, records)]
+    for unit, records in units_of(results).items():
+        cells = [title(unit, records)]
         for arm in records[0]["curves"]:
-            kept = [r["base"] + KEPT_GAIN * (r["curves"][arm][0] - r["base"]) for r in records]
+            curves = [(record["base"], record["curves"][arm]) for record in records]
+            kept = [base + KEPT_GAIN * (curve[0] - base) for base, curve in curves]
             found = [
-                100 * cliff(rates, r["curves"][arm], least)
-                for r, least in zip(records, kept, strict=True)
+                100 * cliff(results["rates"], curve, least)
+                for (_, curve), least in zip(curves, kept, strict=True)
             ]
-            cells.append(spread(found, ".0f"))
+            deviation = f" ± {stdev(found):.0f}" if len(found) > 1 else ""
+            cells.append(f"{fmean(found):.0f}{deviation}")
         rows.append(cells)
     return table([["", *records[0]["curves"]], *rows])
 
 
 def report(results: Results) -> str:
     machines = {record["machine"] for record in results["units"].values()}
-    scales = dict.fromkeys(name.split(", lambda ")[1] for name in list_names(results, False))
-    blocks = [
-        f"{'; '.join(sorted(machines))}; {results['seconds']:.0f} s in all",
-        "Scores on test data in %, means over trainings, merges and masks:",
-        scores(results),
-        f"Points ahead of {REFERENCE} without dropping, in the same training: the mean; "
-        "for each family mean ± standard deviation\n"
-        "over rounds, and what a t test over them tells, corrected for the number of tests (Holm); "
-        "the means by network; medians\n"
-        "of what was chosen. A round is one training of each network:",
-        ranking(results),
-        "What each step is worth, in points:",
-        steps(results),
-        "Without a search, points ahead of the plain average "
-        "(task arithmetic with a lambda of 1), with a lambda of\n"
-        f"{' / '.join(scales)}; bold: a difference that the same test tells:",
-        starts(results),
-        f"Whole matrices: {MATRICES}, with its defaults and no search, against {REFERENCE} with "
-        "the lambda, of those\ntried, that is best on test data; the mean, and each training:",
-        matrices(results),
+    sections = {
+        "Scores on test data in %, means over trainings and masks; the last by the number of "
+        "skills, with the best lambda of a search:": scores(results),
+        f"Points ahead of {REFERENCE} with nothing dropped, in the same training, each with the "
+        "best lambda of a search. Bold: a t test over rounds tells it from chance, p <= "
+        f"{SIGNIFICANT} when corrected for the number of tests (Holm), in the first column and in "
+        "the others. A round is one training of each network:": ranking(results, True),
+        "Without a search, points ahead of the same, for which lambda is searched:": ranking(
+            results, False
+        ),
+        "By network, points ahead of the same, and in how many trainings:": networks(results),
+        "What it costs elsewhere: bits a letter of other text, or an image as the base knows it, "
+        "more than the base takes:": elsewhere(results),
+        "Packed fine-tunes, of which DARE leaves a half or a tenth, scores in %:": packed(results),
+        "Lambdas that the searches have chosen, medians over trainings:": "\n\n".join(
+            lambdas(results)
+        ),
         f"One model: the highest drop rate in % that keeps {KEPT_GAIN:.0%} of what fine-tuning "
-        "gained, ± standard deviation over\ntrainings:",
-        cliffs(results),
-    ]
+        "gained, ± standard deviation over trainings:": cliffs(results),
+    }
+    blocks = [f"{'; '.join(sorted(machines))}; {results['seconds']:.0f} s in all"]
+    for caption, shown in sections.items():
+        blocks += [fill(caption, 100), shown]
     return "\n\n".join(blocks)
 
 
 def draw(results: Results, path: Path) -> None:
-    """All ways to merge, a point for each kind of network; DARE of one model by drop rate."""
+    """How each way falls off with the number of skills, by family."""
     from matplotlib.figure import Figure
 
-    ranked = rank(results)
-    units = units_of(results)
-    begun = sorted(compare_starts(results), key=lambda each: -fmean(each.every))
-    begun = [each for each in begun if each.name.endswith(START)]
-    figure = Figure(figsize=(13, 1.5 + 0.27 * len(ranked)), dpi=100, layout="constrained")
-    axes = figure.subplot_mosaic([["ranked", "starts"], ["ranked", "curves"]])
-    styles = {
-        name: {"color": colour, "marker": mark, "markersize": 5, "label": title(name, records)}
-        for (name, records), colour, mark in zip(units.items(), COLOURS, MARKS, strict=False)
-    }
-    panels = (
-        ("ranked", ranked, f"points ahead of {REFERENCE}, by a search"),
-        ("starts", begun, f"points ahead of the plain average, no search, {START}"),
-    )
-    figure.suptitle(
-        "Bars are means over all trainings, black where a difference is told of a family",
+    merges = list_merges(results)
+    families = list_families(merges)
+    figure = Figure(figsize=(10, 4.2), dpi=100, layout="constrained")
+    panels = figure.subplots(1, len(families), squeeze=False, sharey=True)[0]
+    lines: dict[str, Any] = {}
+    for panel, family in zip(panels, families, strict=True):
+        lines |= draw_family(panel, [merge for merge in merges if merge.family == family])
+        panel.set_title(family, fontsize=10, loc="left")
+        panel.set_xlabel("skills merged")
+        panel.grid(axis="y", color="#eeeeee")
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("right answers on test data, %")
+    panels[0].set_ylim(0, 100)
+    figure.legend(
+        lines.values(),
+        lines.keys(),
+        loc="outside lower center",
+        ncols=3,
+        frameon=False,
         fontsize=9,
     )
-    for panel, rows, words in panels:
-        drawn = axes[panel]
-        for name, style in styles.items():
-            means = [fmean(each.values[name].values()) for each in rows]
-            drawn.plot(means, range(len(rows)), linestyle="none", alpha=0.8, **style)
-        for row, each in enumerate(rows):
-            colour = "#000000" if min(each.p.values()) <= SIGNIFICANT else "#999999"
-            drawn.plot(
-                [fmean(each.every)] * 2,
-                [row - 0.4, row + 0.4],
-                color=colour,
-                linewidth=2.5,
-                zorder=0,
-            )
-        drawn.axvline(0, color="#999999", linewidth=0.8)
-        drawn.set_yticks(
-            range(len(rows)), [each.name.removesuffix(f", {START}") for each in rows], fontsize=8
-        )
-        drawn.set_ylim(len(rows) - 0.5, -0.5)
-        drawn.set_xscale("symlog", linthresh=2)
-        drawn.xaxis.set_major_formatter(lambda tick, _: f"{tick:+g}")
-        drawn.set_title(words, fontsize=9, loc="left")
-    # By the logarithm of what is kept: the noise of dropping grows with 1 / (1 - p), and 0.9 is far
-    # from 0.99.
-    drawn = axes["curves"]
-    places = [-math.log10(1 - rate) for rate in results["rates"]]
-    for name, records in units.items():
-        curves = zip(*(record["curves"]["DARE"] for record in records), strict=True)
-        drawn.plot(places, [100 * fmean(scores) for scores in curves], **styles[name])
-    ticks = (0, 0.5, 0.8, 0.9, 0.95, 0.99)
-    drawn.set_xticks([-math.log10(1 - rate) for rate in ticks], [f"{rate:g}" for rate in ticks])
-    drawn.set_title("one fine-tune at its skill by DARE's drop rate, %", fontsize=9, loc="left")
-    drawn.legend(fontsize=8, frameon=False)
-    for panel in axes.values():
-        panel.grid(color="#eeeeee")
-        panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
+
+
+def draw_family(panel: Any, every: Sequence[Merge]) -> dict[str, Any]:
+    """The mean scores by the number of skills. Gives the lines by what they are called."""
+    names = [name for name in DRAWN if any(name in merge.arms for merge in every)]
+    # Of the networks that all of these were tried with, so that their means can be compared.
+    merges = [merge for merge in every if merge.arms.keys() >= {*names}]
+    counts = sorted({merge.skills for merge in merges})
+    lines = {}
+    for number, name in enumerate(names):
+        label, mark, line, colour = DRAWN[name]
+        means = [fmean(score(m, name) for m in merges if m.skills == count) for count in counts]
+        places = [place + SPACING * (number - len(names) / 2) for place in range(len(counts))]
+        (lines[label],) = panel.plot(places, means, line, marker=mark, color=colour, linewidth=1.2)
+    alone = 100 * fmean(merge.record["curves"]["DARE"][0] for merge in merges)
+    lines["fine-tunes, each at its skill"] = panel.axhline(alone, color="#999999", linewidth=1)
+    panel.set_xticks(range(len(counts)), counts)
+    return lines

@@ -110,7 +110,7 @@ class Unit(NamedTuple):
     base: Recipe
     expert: Recipe
     # One in each round: its networks have the same held-out data and merge the same pair.
-    trainings: int = 8
+    trainings: int = 6
     lambdas: tuple[float, ...] = LAMBDAS  # that a search tries
     # How many skills are merged, one number after the other; the last is how many are learned.
     merged: tuple[int, ...] = (2, 3, 8)
@@ -136,7 +136,7 @@ class Settings(NamedTuple):
     """What is trained and how much is tried; by default as in the documents."""
 
     units: tuple[Unit, ...] = (  # the longest first, so that none is waited for at the end
-        large("chars", 1536, 11, (400, 4e-3, 96), (400, 3e-4, 128), 2),
+        large("chars", 1536, 11, (400, 4e-3, 96), (400, 3e-4, 128), 1),
         large("chars", 1024, 8, (500, 4e-3, 96), (500, 3e-4, 128), 3),
         large("lora", 1024, 8, (500, 4e-3, 96), (500, 6e-3, 128), 3, rank=16),
         large("contexts", 1024, 8, (500, 4e-3, 96), (500, 3e-4, 128), 3, merged=(2, 3)),

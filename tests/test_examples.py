@@ -92,12 +92,9 @@ def test_the_figures_in_the_documents_are_those_of_the_stored_results() -> None:
     claims = [
         f"{min(cached):.0f} to {max(cached):.0f} times as fast as mergekit's DARE",
         f"({min(ratio for ratio, _ in kits):.0f} and more where one waits for the disk)",
-        (
-            f"| **{tool[0]:.1f} s** | {kit[0]:.1f} s | not measured | not measured | "
-            f"{script[0]:.1f} s |"
-        ),
+        f"| **{tool[0]:.1f} s** | {kit[0]:.1f} s | {script[0]:.1f} s |",
         f"| memory for it | **{tool[1]:.0f} MiB** | {kit[1] / 1024:.1f} GiB |",
-        f"the base and all adapters | {script[1] / 1024:.1f} GiB |",
+        f"{kit[1] / 1024:.1f} GiB | {script[1] / 1024:.1f} GiB |",
         f"| **{great[0]:.0f} s, {great[1]:.0f} MiB** | "
         f"{great_kit[0]:.0f} s, {great_kit[1] / 1024:.0f} GiB |",
         f"| {great_script[0]:.0f} s, {great_script[1] / 1024:.0f} GiB |",
@@ -410,10 +407,8 @@ def test_the_advice_merges_the_example_to_what_the_readme_says(folder: Path) -> 
         run_example("evaluate", folder / f"{name}.safetensors").split()[-1]
         for name in ("advised", "plain")
     ]
-    assert (
-        "a configuration that merges: here to {}, where the defaults gave {}.".format(*scores)
-        in README
-    )
+    readme = " ".join(README.split())
+    assert "That merges the example to {}, where the defaults gave {}.".format(*scores) in readme
 
 
 @pytest.mark.slow

@@ -518,8 +518,9 @@ def test_advice_on_method_and_lambda(
     assert (verdicts["method"], tables["dare"]) == ([suggested["method"]], suggested)
     advised = suggested["method"] == "wudi" and "lambda_coeff" not in config
     assert ("lambda" in verdicts) == advised
-    for rule, kept in zip(config.get("rules", []), tables.get("rules", []), strict=bool(config)):
-        assert kept == {key: rule[key] for key in rule if key != "method"}
+    if rules := config.get("rules"):
+        kept = [{key: rule[key] for key in rule if key != "method"} for rule in rules]
+        assert tables["rules"] == kept
 
 
 HALF = {"match": ["*layers.0*"], "lambda_coeff": 0.3}
@@ -678,6 +679,20 @@ def test_a_suggestion_keeps_what_changes_over_the_layers(models: Models, tmp_pat
     run("-c", suggested, *engine)
     before, after = (tomllib.loads(path.read_text())["rules"] for path in (config, suggested))
     assert before == after
+
+
+def test_a_suggestion_merges_adapters_and_rows_that_models_share(tmp_path: Path) -> None:
+    base = random_model(1, BF16, {"embed.weight": (40, 30), "mlp.weight": (40, 30)})
+    short = finetune(base, 1) | {"embed.weight": base["embed.weight"][:33] * 1.01}
+    paths = save(tmp_path, base=base, short=short)
+    adapter = write_adapter(tmp_path / "adapter", low_rank("mlp", (40, 30), rank=4), r=4)
+    suggested = tmp_path / "a.toml"
+    engine = ["-q", "--engine", "plain"]
+    words = ["-b", paths[0], "-m", paths[1], adapter, "--mismatch", "overlap"]
+    run("analyze", *words, "--write-config", suggested, *engine)
+    assert tomllib.loads(suggested.read_text())["dare"] == WUDI | {"mismatch": "overlap"}
+    run("-c", suggested, "-o", tmp_path / "out.safetensors", *engine)
+    run("verify", tmp_path / "out.safetensors", *engine)
 
 
 @POSIX

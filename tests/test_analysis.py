@@ -386,7 +386,6 @@ def advise(
 
 BASE = random_model(1, F32, LAYERED)
 FIRST, SECOND, THIRD = (scaled(BASE, 0.0005, seed) for seed in range(1, 4))
-FAINT = scaled(BASE, 0.000008, 4)
 AGAINST = {name: 2 * BASE[name] - FIRST[name] for name in BASE}
 APART = [
     BASE | {name: model[name] for name in list(BASE)[k::2]}
@@ -395,7 +394,10 @@ APART = [
 NESTED = BASE | {"model.norm.weight": SECOND["model.norm.weight"]}
 UNRELATED = random_model(2, F32, LAYERED)
 RULES = [{"match": ["*norm*"], "lambda_coeff": 0.5}]
-RAM = {"method": "ram", "drop_rate": 0}
+WUDI: Config = {"method": "wudi", "drop_rate": 0.0}
+LINEAR: Config = {"method": "linear", "drop_rate": 0.0}
+OF_WUDI: Config = {"weights": [2, 1], "ridge": 0.1, "norm_limit": 2.0}
+PLAIN = {"match": ["*norm*"], "method": "linear", "weights": [1, -1]}
 
 
 @pytest.mark.parametrize(
@@ -431,6 +433,10 @@ def test_an_analysis_says_how_sure_it_is(tmp_path: Path, monkeypatch: Patch) -> 
         (0, count, [scaled(BASE, 0.0025)], "close to where the advice changes"),
         (10**9, count, [FIRST, SECOND], "fairly"),
         (10**9, count - 1, [FIRST, SECOND], f"{count - 1:,}"),
+        (10**9, count, APART, "as different were not tried"),
+        (10**9, count, [FIRST, SECOND, NESTED], "as different were not tried"),
+        (10**9, count, [BASE, FIRST, SECOND], "fairly"),
+        (10**9, count, [FIRST, UNRELATED], "base is in doubt"),
     ):
         tune(small_model=small)
         monkeypatch.setattr(largest, tried)
@@ -484,50 +490,39 @@ def test_advice_on_rules(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("models", "config", "method", "suggested"),
+    ("models", "config", "suggested"),
     [
-        ([FIRST], {}, "linear", {"method": "linear"}),
-        ([FIRST, BASE], {}, "linear", {"method": "linear"}),
-        ([FIRST, SECOND], {}, "ram", {"method": "ram", "lambda_coeff": 1.5}),
-        ([FIRST, SECOND, THIRD], {}, "ram", {"method": "ram", "lambda_coeff": 1.5}),
-        ([BASE, FIRST, SECOND], {}, "ram", {"method": "ram", "lambda_coeff": 1.5}),
-        ([FIRST, AGAINST], {}, "ram", {"method": "ram", "lambda_coeff": 1.5}),
-        ([FIRST, SECOND], {"weights": [1, 1]}, "linear", {"weights": [1, 1]}),
-        ([FIRST, SECOND], {"lambda_coeff": 0.8}, "ram", {"lambda_coeff": 0.8}),
-        ([FIRST, SECOND], {"method": "ram", "weights": [2, 1]}, "ram", {"weights": [2, 1]}),
-        ([FIRST, SECOND], {"normalize": True, "rules": RULES}, "ram", RAM),
-        ([FIRST, FAINT], {}, "linear", {"method": "linear"}),
-        ([FIRST, FAINT], {"method": "ram", "threshold": 1e-7}, "ram", {"threshold": 1e-7}),
-        # No model of the experiment was like these.
-        (APART, {}, "ram", RAM),
-        ([FIRST, NESTED], {}, "ram", RAM),
-        ([FIRST, SECOND, NESTED], {}, "ram", RAM),
-        ([FIRST, UNRELATED], {}, "ram", RAM),
-        ([scaled(BASE, 0.02, seed) for seed in (1, 2)], {}, "ram", RAM),
+        ([FIRST], {}, {"method": "linear", "drop_rate": 0.9}),
+        ([FIRST, BASE], {}, {"method": "linear", "drop_rate": 0.9}),
+        ([FIRST, SECOND], {}, WUDI),
+        ([FIRST, SECOND, THIRD], {}, WUDI),
+        ([BASE, FIRST, SECOND], {}, WUDI),
+        ([FIRST, AGAINST], {}, WUDI),
+        ([FIRST, UNRELATED], {}, WUDI),
+        ([FIRST, SECOND], {"weights": [1, 1]}, LINEAR | {"weights": [1, 1]}),
+        ([FIRST, SECOND], {"lambda_coeff": 0.8}, WUDI | {"lambda_coeff": 0.8}),
+        ([FIRST, SECOND], WUDI | OF_WUDI, WUDI | OF_WUDI),
+        ([FIRST, SECOND], {"normalize": True, "rules": RULES}, WUDI),
+        ([FIRST, SECOND], {"method": "wudi", "rules": [PLAIN]}, LINEAR),
     ],
     ids=[
         *("one model", "one is the base", "two", "three", "two and the base", "opposed"),
-        *("weights are the user's", "lambda is the user's", "weights of ram", "rules are kept"),
-        *("ram would lose a faint one", "unless its threshold is low"),
-        *("apart", "nested", "nested in three", "unrelated", "huge"),
+        *("unrelated", "weights are the user's", "lambda is the user's", "settings of wudi"),
+        *("rules are kept", "weights of a rule"),
     ],
 )
 def test_advice_on_method_and_lambda(
-    tmp_path: Path, models: list[Tensors], config: Config, method: str, suggested: Config
+    tmp_path: Path, models: list[Tensors], config: Config, suggested: Config
 ) -> None:
     verdicts, tables, _ = advise(tmp_path, BASE, *models, **config)
-    assert verdicts["method"] == [method]
-    assert suggested.items() <= tables["dare"].items()
-    own = config.keys() & {"weights", "lambda_coeff", "rules"}
-    chosen = method == "ram" and not own and suggested != RAM
-    assert ("lambda" in verdicts, "lambda_coeff" in tables["dare"]) == (
-        chosen,
-        chosen or "lambda_coeff" in config,
-    )
-    assert tables.get("rules", []) == config.get("rules", []) or method == "linear"
+    assert (verdicts["method"], tables["dare"]) == ([suggested["method"]], suggested)
+    advised = suggested["method"] == "wudi" and "lambda_coeff" not in config
+    assert ("lambda" in verdicts) == advised
+    if rules := config.get("rules"):
+        kept = [{key: rule[key] for key in rule if key != "method"} for rule in rules]
+        assert tables["rules"] == kept
 
 
-LINEAR: Config = {"method": "linear", "drop_rate": 0.0}
 HALF = {"match": ["*layers.0*"], "lambda_coeff": 0.3}
 GRADIENT: Config = {"weights": [{"gradient": [0.0, 1.0]}, 3.0]}
 BY_LAYER = {"match": ["*layers.0*"], "weights": [0.0, {"gradient": [2.0, 1.0]}], "normalize": True}
@@ -561,12 +556,12 @@ DROPPED = HALF | {"rescale_q": 0.8, "drop_rate": 0.3}
         ),
         (
             FADING | {"drop": "magnitude", "rescale": "none"},
-            LINEAR | FADING | {"method": "ram"},
+            WUDI | FADING,
             [],
         ),
         (
             FADING | {"drop": "della", "epsilon": 0.05, "rescale": "l1"},
-            LINEAR | FADING | {"method": "ram"},
+            WUDI | FADING,
             [],
         ),
     ],
@@ -684,6 +679,20 @@ def test_a_suggestion_keeps_what_changes_over_the_layers(models: Models, tmp_pat
     run("-c", suggested, *engine)
     before, after = (tomllib.loads(path.read_text())["rules"] for path in (config, suggested))
     assert before == after
+
+
+def test_a_suggestion_merges_adapters_and_rows_that_models_share(tmp_path: Path) -> None:
+    base = random_model(1, BF16, {"embed.weight": (40, 30), "mlp.weight": (40, 30)})
+    short = finetune(base, 1) | {"embed.weight": base["embed.weight"][:33] * 1.01}
+    paths = save(tmp_path, base=base, short=short)
+    adapter = write_adapter(tmp_path / "adapter", low_rank("mlp", (40, 30), rank=4), r=4)
+    suggested = tmp_path / "a.toml"
+    engine = ["-q", "--engine", "plain"]
+    words = ["-b", paths[0], "-m", paths[1], adapter, "--mismatch", "overlap"]
+    run("analyze", *words, "--write-config", suggested, *engine)
+    assert tomllib.loads(suggested.read_text())["dare"] == WUDI | {"mismatch": "overlap"}
+    run("-c", suggested, "-o", tmp_path / "out.safetensors", *engine)
+    run("verify", tmp_path / "out.safetensors", *engine)
 
 
 @POSIX

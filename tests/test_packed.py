@@ -292,7 +292,16 @@ def test_what_an_analysis_suggests_for_packed_models_merges(
     models: list[Path], tmp_path: Path
 ) -> None:
     packed = pack_all(models, 0.95, 42, "--rule", "*norm*:drop_rate=0.1")
-    for merged, rate in ((packed[:1], 0.95), ([packed[0], models[2]], [0.95, 0.0])):
+    mixed = [packed[0], models[2]]
+    for merged, wanted, flags in (
+        (packed[:1], {"method": "linear", "drop_rate": 0.95}, ()),
+        (mixed, {"method": "wudi", "drop_rate": [0.95, 0.0], "lambda_coeff": 0.6}, ()),
+        (
+            mixed,
+            {"method": "wudi", "drop_rate": [0.95, 0.0], "lambda_coeff": 0.8},
+            ("--lambda", 0.8),
+        ),
+    ):
         run(
             "analyze",
             "-b",
@@ -306,9 +315,10 @@ def test_what_an_analysis_suggests_for_packed_models_merges(
             *PLAIN,
             "--drop-rate",
             0.95,
+            *flags,
         )
         suggested = tomllib.loads((tmp_path / "a.toml").read_text())["dare"]
-        assert (suggested["method"], suggested["drop_rate"]) == ("linear", rate)
+        assert suggested == wanted
         run("--config", tmp_path / "a.toml", *PLAIN, "-q", "--force")
 
 

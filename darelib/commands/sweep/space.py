@@ -32,7 +32,7 @@ from darelib.core.text import ConfigError, nearest
 if TYPE_CHECKING:
     from optuna.trial import BaseTrial
 
-EXAMPLE: Final = "like lambda_coeff = {low = 0.5, high = 2.5}, or drop_rate = [0, 0.5, 0.9]"
+EXAMPLE: Final = "like lambda_coeff = {low = 0.3, high = 2}, or drop_rate = [0, 0.5]"
 MAX_GRID: Final = 10_000  # combinations
 MAX_STEPS: Final = 100_000  # of a range, whose points are listed
 # What the keys of a range must be, in words, and the test for it.

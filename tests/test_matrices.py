@@ -430,6 +430,25 @@ def test_files_are_merged_by_torch_where_there_is_a_gpu(
         merge(tmp_path, base, *models, **config)
 
 
+@pytest.mark.parametrize("newer", [False, True], ids=["set for all", "set for some devices"])
+def test_a_merge_is_as_precise_where_products_are_told_to_be_rough(
+    monkeypatch: Patch, newer: bool
+) -> None:
+    base, *models = make_three(BF16)
+    config = DareConfig(method="wudi", drop_rate=0, verbose=False)
+    wide = [{name: tensor.float() for name, tensor in model.items()} for model in (base, *models)]
+    exact = dare_merge(wide[0], wide[1:], config)  # by float64
+
+    def raise_error() -> str:
+        raise RuntimeError("a mix of the legacy and new APIs")
+
+    monkeypatch.setattr(
+        torch, "get_float32_matmul_precision", raise_error if newer else lambda: "high"
+    )
+    merged = dare_merge(base, models, config)
+    assert all(torch.equal(merged[name], exact[name].bfloat16()) for name in base)
+
+
 def test_an_analysis_says_whether_changes_lie_in_the_same_space(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = {"one.weight": (64, 48), "two.weight": (48, 64), "norm.weight": (48,)}

@@ -73,7 +73,7 @@ def merge_matrices(
     if not changes:
         return lib.zeros_like(deltas[0])
     shape = deltas[0].shape
-    is_wide = precise or deltas[0].dtype == lib.float64
+    is_wide = precise or deltas[0].dtype == lib.float64 or multiplies_roughly(lib)
     if not is_wide:
         try:
             return solve(changes, shape, settings, LARGEST_ERROR)
@@ -81,6 +81,16 @@ def merge_matrices(
             pass
     wide = [replace(each, unit=lib.asarray(each.unit, dtype=lib.float64)) for each in changes]
     return lib.asarray(solve(wide, shape, settings, np.inf), dtype=deltas[0].dtype)
+
+
+def multiplies_roughly(lib: Any) -> bool:
+    """Whether a program has told torch to round the factors of float32's products (TF32)."""
+    if lib is np:
+        return False
+    try:
+        return bool(lib.get_float32_matmul_precision() != "highest")
+    except RuntimeError:  # it was set for some devices, by torch's newer names
+        return True
 
 
 def merge_factors(

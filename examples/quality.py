@@ -295,7 +295,6 @@ def measure(unit: Unit, training: int, settings: Settings) -> dict[str, Any]:
     # On one thread sums are taken in the same order every time; several trainings keep several
     # cores busy.
     torch.set_num_threads(1)
-    torch.set_float32_matmul_precision("high")
     torch.set_default_device(DEVICE)
     started = time.perf_counter()
     lab = Lab(unit, training)

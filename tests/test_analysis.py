@@ -397,6 +397,7 @@ RULES = [{"match": ["*norm*"], "lambda_coeff": 0.5}]
 WUDI: Config = {"method": "wudi", "drop_rate": 0.0}
 LINEAR: Config = {"method": "linear", "drop_rate": 0.0}
 OF_WUDI: Config = {"weights": [2, 1], "ridge": 0.1, "norm_limit": 2.0}
+OF_LAYER = {"match": ["*layers.0*"], "ridge": 0.1, "norm_limit": 0.0}
 PLAIN = {"match": ["*norm*"], "method": "linear", "weights": [1, -1]}
 
 
@@ -500,15 +501,17 @@ def test_advice_on_rules(tmp_path: Path) -> None:
         ([FIRST, AGAINST], {}, WUDI),
         ([FIRST, UNRELATED], {}, WUDI),
         ([FIRST, SECOND], {"weights": [1, 1]}, LINEAR | {"weights": [1, 1]}),
-        ([FIRST, SECOND], {"lambda_coeff": 0.8}, WUDI | {"lambda_coeff": 0.8}),
+        ([FIRST, SECOND], WUDI | {"lambda_coeff": 0.8}, WUDI | {"lambda_coeff": 0.8}),
+        ([FIRST, SECOND], {"method": "ram", "lambda_coeff": 1.5}, WUDI),
         ([FIRST, SECOND], WUDI | OF_WUDI, WUDI | OF_WUDI),
+        ([FIRST, SECOND], WUDI | {"rules": [OF_LAYER]}, WUDI),
         ([FIRST, SECOND], {"normalize": True, "rules": RULES}, WUDI),
         ([FIRST, SECOND], {"method": "wudi", "rules": [PLAIN]}, LINEAR),
     ],
     ids=[
         *("one model", "one is the base", "two", "three", "two and the base", "opposed"),
-        *("unrelated", "weights are the user's", "lambda is the user's", "settings of wudi"),
-        *("rules are kept", "weights of a rule"),
+        *("unrelated", "weights are the user's", "lambda is the user's", "lambda of another"),
+        *("settings of wudi", "settings of a rule", "rules are kept", "weights of a rule"),
     ],
 )
 def test_advice_on_method_and_lambda(
@@ -516,7 +519,7 @@ def test_advice_on_method_and_lambda(
 ) -> None:
     verdicts, tables, _ = advise(tmp_path, BASE, *models, **config)
     assert (verdicts["method"], tables["dare"]) == ([suggested["method"]], suggested)
-    advised = suggested["method"] == "wudi" and "lambda_coeff" not in config
+    advised = suggested["method"] == "wudi" and "lambda_coeff" not in suggested
     assert ("lambda" in verdicts) == advised
     if rules := config.get("rules"):
         kept = [{key: rule[key] for key in rule if key != "method"} for rule in rules]
@@ -555,12 +558,12 @@ DROPPED = HALF | {"rescale_q": 0.8, "drop_rate": 0.3}
             [BY_LAYER],
         ),
         (
-            FADING | {"drop": "magnitude", "rescale": "none"},
+            WUDI | FADING | {"drop": "magnitude", "rescale": "none"},
             WUDI | FADING,
             [],
         ),
         (
-            FADING | {"drop": "della", "epsilon": 0.05, "rescale": "l1"},
+            WUDI | FADING | {"drop": "della", "epsilon": 0.05, "rescale": "l1"},
             WUDI | FADING,
             [],
         ),

@@ -58,27 +58,27 @@ OPPOSED_COSINE: Final = -0.1
 # nothing dropped but what packed models lack. It was of networks up to so large, whose fine-tunes
 # change mostly the same entries.
 START_METHOD: Final = WUDI
-START_LAMBDA: Final = 1.0
-START_LAMBDAS: Final = {"whole": START_LAMBDA, "packed": 0.6}
+START_LAMBDAS: Final = {"whole": 1.0, "packed": 0.6}
+START_SETTINGS: Final = ("ridge", "norm_limit")  # of that method, which the user may have chosen
 LARGEST_TRIED: Final = 312_000_000
 LEAST_OVERLAP: Final = 0.5
 METHOD_REASONS: Final = {
     "whole": "in this project's experiment 5.8 points ahead of the plain average, each with its "
-    "best lambda, and 1.9 with a lambda of 1; it takes longer (--dry-run says how long), and if "
-    "that is too long, linear with a lambda_coeff of 1.5 was 1.9 behind",
-    "packed": "in this project's experiment ahead of the plain average after dropping, too, by 4.6 "
+    "best lambda (3.9 on transformers); it takes longer (--dry-run says how long): if that is too "
+    "long, take linear and search its lambda from 0.7 to 2.5",
+    "packed": "in this project's experiment ahead of the plain average after dropping, too, by 4.5 "
     "points at 0.5 and 1.8 at 0.9, each with its best lambda; it takes longer (--dry-run says how "
     "long)",
     "weights": "so that your weights mean what they did",
 }
 WHOLE_TEXT: Final = (
     "drop nothing at first: once lambda was searched for, dropping half at random made no method "
-    "better in this project's experiment (wudi lost 3.4 points, linear 2.2)"
+    "better on the whole in this project's experiment (wudi lost 3.7 points, linear 2.2)"
 )
 LAMBDA_TEXTS: Final = {
     "whole": "a lambda_coeff of 1 to begin with, but first search from 0.3 to 1.5: the best went "
-    "from 0.4 to 1.5 by network, in the median; fine-tunes in each other's way want 0.5 to 0.75, "
-    "and 1 was 8 to 11 points behind the plain average there",
+    "from 0.4 to 1.5 by network, in the median; for fine-tunes in each other's way 1 was too much "
+    "by far; and the larger it is, the more is forgotten of what the base knew",
     "packed": "a lambda_coeff of 0.6 to begin with, since of packed models much is dropped, but "
     "first search from 0.3 to 1: that is where the best was, in the median; 1 was 10 points behind "
     "the plain average of whole models at a drop rate of 0.5, and 32 at 0.9",
@@ -156,8 +156,10 @@ class Evidence:
         self.start = choose_start(self)
         is_linear = self.start == "weights" or not self.several
         self.method = LINEAR if is_linear else START_METHOD
-        is_free = self.config.lambda_coeff == DareConfig.lambda_coeff
-        self.sets_lambda = self.method == START_METHOD and is_free
+        # That of another method is too much or too little here.
+        is_own = self.config.method == self.method
+        is_set = is_own and self.config.lambda_coeff != DareConfig.lambda_coeff
+        self.sets_lambda = self.method == START_METHOD and not is_set
         self.alike = all(map(change_the_same, combinations(models, 2), pairs))
 
 
@@ -354,8 +356,8 @@ def suggest(evidence: Evidence) -> str:
         kept["rescale"] = None if config.rescale in (True, EXPECTATION) else config.rescale
     if evidence.sets_lambda:
         kept["lambda_coeff"] = START_LAMBDAS[evidence.start]
-    if evidence.method == WUDI:
-        kept |= {"ridge": config.ridge, "norm_limit": config.norm_limit}
+    if evidence.method == config.method == START_METHOD:
+        kept |= {key: getattr(config, key) for key in START_SETTINGS}
     dare = {"method": evidence.method, "drop_rate": compact(evidence.start_rates)}
     for key, value in kept.items():
         plain = as_toml(value) if isinstance(value, Gradient | tuple) else value
@@ -376,6 +378,8 @@ def keep_rule(evidence: Evidence, rule: Rule) -> dict[str, Any]:
     drop = evidence.config.drop if rule.drop is None else rule.drop
     rate = ("drop_rate",) if is_random(drop) and not evidence.several else ()
     keys = ("match", "lambda_coeff", *rate)
+    if evidence.method == method_of(rule, evidence.config) == START_METHOD:
+        keys += START_SETTINGS
     kept = {key: value for key, value in rule.as_table().items() if key in keys}
     weights = keep_weights(evidence, rule)
     return kept | {key: as_toml(value) for key, value in weights.items() if value is not None}

@@ -299,7 +299,7 @@ def test_what_an_analysis_suggests_for_packed_models_merges(
         (
             mixed,
             {"method": "wudi", "drop_rate": [0.95, 0.0], "lambda_coeff": 0.8},
-            ("--lambda", 0.8),
+            ("--method", "wudi", "--lambda", 0.8),
         ),
     ):
         run(

@@ -265,7 +265,8 @@ def find_odd_settings(
             first = models[seeds.index(seed)].name
             yield (
                 f"{first} and {models[i].name} have one seed, {seed}, so that the same entries are "
-                "dropped of both; use another --seed, or pack again with one"
+                "dropped of both; give another --seed, or if it is a packed one's, pack that again "
+                "with another"
             )
 
 

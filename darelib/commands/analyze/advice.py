@@ -59,6 +59,7 @@ OPPOSED_COSINE: Final = -0.1
 # change mostly the same entries.
 START_METHOD: Final = WUDI
 START_LAMBDAS: Final = {"whole": 1.0, "packed": 0.6}
+SEARCHED: Final = {"lambda_coeff": {"low": 0.3, "high": 2.0}}  # what a sweep should try first
 START_SETTINGS: Final = ("ridge", "norm_limit")  # of that method, which the user may have chosen
 LARGEST_TRIED: Final = 312_000_000
 LEAST_OVERLAP: Final = 0.5
@@ -265,7 +266,8 @@ def advise_on_base(evidence: Evidence) -> Iterator[Advice]:
 
 def advise_on_rates(evidence: Evidence) -> Iterator[Advice]:
     threshold = evidence.threshold
-    for model, level, rate in zip(evidence.models, evidence.levels, evidence.rates, strict=True):
+    figures = (evidence.models, evidence.levels, evidence.rates, evidence.least_rates)
+    for model, level, rate, least in zip(*figures, strict=True):
         total = model.total
         reason = DROP_RATES[level][1].format(
             mean=f"the mean |delta| is {total.mean:.2g}",
@@ -275,15 +277,15 @@ def advise_on_rates(evidence: Evidence) -> Iterator[Advice]:
         )
         what = "a LoRA adapter, which has less to spare: " if model.adapter and rate else ""
         text = f"{model.label} tolerates a drop rate of {rate:g}: {what}{reason}"
-        if total.largest:
+        if total.largest and rate >= least:  # what is packed has no more to be dropped
             yield Advice("drop_rate", level, model.label, text)
 
 
 def advise_on_choices(evidence: Evidence) -> Iterator[Advice]:
     """What is chosen already: for some tensors, and how to combine."""
-    for rule in evidence.tensor_rules:
-        yield Advice("rules", rule.verdict, None, rule.text)
     if not evidence.several:
+        for rule in evidence.tensor_rules:
+            yield Advice("rules", rule.verdict, None, rule.text)
         text = "method linear: no more than one model differs from the base"
         yield Advice("method", LINEAR, None, text)
         return
@@ -349,7 +351,7 @@ def find_doubts(evidence: Evidence) -> Iterator[str]:
 
 
 def suggest(evidence: Evidence) -> str:
-    """A [dare] table and its rules, as TOML: what is advised, and what else the user has set."""
+    """Tables as TOML: what is advised, what else the user has set, and what to search."""
     config = evidence.config
     kept = {key: getattr(config, key) for key in KEPT_SETTINGS} | keep_weights(evidence, config)
     if is_random(config.drop):  # the advice is about that; what goes with others need not fit it
@@ -370,6 +372,8 @@ def suggest(evidence: Evidence) -> str:
         if rates != evidence.start_rates:
             rules.append((found.title, {"match": found.match(), "drop_rate": compact(rates)}))
     texts = [format_table(f"[[rules]]  # {title}", table) for title, table in rules]
+    if evidence.several:
+        texts.append(format_table("[sweep]  # what to search first", SEARCHED))
     return "\n".join([format_table("[dare]", dare), *texts])
 
 

@@ -263,12 +263,13 @@ class Lab:
         losses = []
         for merged in self.merge(skills, config, "test", masks):
             scores.append(self.score(merged, skills, "test"))
-            losses.append(self.measure_elsewhere())
+            losses.append(self.measure_elsewhere(merged))
         return Tested(round(fmean(scores), 4), round(fmean(losses), 4))
 
     @torch.no_grad()
-    def measure_elsewhere(self) -> float:
-        """The loss, at what no skill is about, of what was scored last."""
+    def measure_elsewhere(self, state: State) -> float:
+        """The loss at what no skill is about."""
+        self.model.load_state_dict(state)
         with lower_precision():
             return self.family.elsewhere(self.model).item()
 
@@ -332,7 +333,7 @@ def measure(unit: Unit, training: int, settings: Settings) -> dict[str, Any]:
         "seconds": {name: round(taken, 1) for name, taken in seconds.items()},
         "base": round(lab.score(lab.base, skills, "test"), 4),
         "elsewhere": {  # the loss of the base, and of the fine-tunes
-            "base": round(lab.measure_elsewhere(), 4),
+            "base": round(lab.measure_elsewhere(lab.base), 4),
             "fine-tunes": round(fmean(each.elsewhere for each in alone), 4),
         },
         "curves": curves,

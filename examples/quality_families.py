@@ -25,9 +25,8 @@ from torch.nn import functional as F
 
 DEVICE: Final = "cuda" if torch.cuda.is_available() else "cpu"
 ALPHABET: Final = 96  # the end of a line, and what ASCII prints
-LINE: Final = (
-    16  # letters of a task line with its padding: "r stdlib=bildts" and the end of the line
-)
+# Letters of a task line with its padding: "r stdlib=bildts" and the end of the line.
+LINE: Final = 16
 CONTEXT: Final = 4 * LINE
 # The share of the base's rows that are task lines, and how many of those give the right answer: in
 # the others the word is only repeated. So the base has seen the tasks, mostly done badly, and like
@@ -38,9 +37,8 @@ RIGHT_SHARE: Final = 0.4
 # these an expert is asked only one thing, learns to do it whatever it is asked, and no merge can
 # fix that.
 REHEARSED: Final = 0.3
-HELD_OUT: Final = (
-    300  # words for validation, and as many for the test; the base sees neither in a task
-)
+# Words for validation, and as many for the test; the base sees neither in a task.
+HELD_OUT: Final = 300
 
 
 def shift(word: str, by: int) -> str:
@@ -137,9 +135,8 @@ class Chars:
     rehearsed = REHEARSED
 
     def __init__(self, seed: int) -> None:
-        folder = Path(
-            sysconfig.get_path("stdlib")
-        )  # whose text differs a little from one version to the next
+        # Whose text differs a little from one version to the next.
+        folder = Path(sysconfig.get_path("stdlib"))
         files = [*sorted(folder.glob("*.py")), folder / "pydoc_data" / "topics.py"]
         whole = "".join(
             file.read_text(encoding="utf-8", errors="ignore") for file in files if file.is_file()
@@ -240,9 +237,8 @@ class Contexts(Chars):
 DISTORTIONS: Final[dict[str | None, Callable[[Tensor, Tensor], Tensor]]] = {
     None: lambda images, draws: rotate(images, 30 * draws - 15),
     "rotated": lambda images, draws: rotate(images, 45 + 20 * draws),
-    "shifted": lambda images, _: images.roll(
-        -2, 2
-    ),  # to the left by two columns, which come in again on the right
+    # To the left by two columns, which come in again on the right.
+    "shifted": lambda images, _: images.roll(-2, 2),
     "mirrored": lambda images, _: images.flip(2),
     "upside down": lambda images, _: images.flip(1),
     "transposed": lambda images, _: images.transpose(1, 2),

@@ -22,7 +22,7 @@ from darelib.commands.sweep.report import chance
 Results = dict[str, Any]
 Rows = list[list[str]]
 # A family or a kind of network, and how many skills are merged.
-Place = tuple[str, int]
+Cell = tuple[str, int]
 REFERENCE: Final = "task arithmetic"  # with a lambda that was searched for, and nothing dropped
 PLAIN: Final = "task arithmetic, lambda 1"  # the plain average
 FAMILIES: Final = {  # and what they are called above a picture
@@ -75,7 +75,7 @@ class Merge(NamedTuple):
         return self.unit.partition("/")[0]
 
 
-Tell = Callable[[Merge, str], float]  # something of a merge, by the way that it was made
+Figure = Callable[[Merge, str], float]  # of a merge, by the way that it was made
 Show = Callable[[Sequence[float]], str]
 
 
@@ -120,7 +120,7 @@ def list_families(merges: Iterable[Merge]) -> list[str]:
     return sorted({merge.family for merge in merges}, key=ORDER.index)
 
 
-def list_places(merges: Iterable[Merge], group: str) -> list[Place]:
+def list_cells(merges: Iterable[Merge], group: str) -> list[Cell]:
     """A family or network with each number of its skills that are merged."""
     found = {merge.skills for merge in merges if group in (merge.family, merge.unit)}
     return [(group, skills) for skills in sorted(found)]
@@ -140,42 +140,42 @@ def correct(found: Sequence[float]) -> list[float]:
     """Probabilities of several tests, corrected for their number by Holm's way."""
     least = 0.0
     corrected = dict[int, float]()
-    for rank, (p, place) in enumerate(sorted(zip(found, range(len(found)), strict=True))):
-        corrected[place] = least = max(least, min(1.0, p * (len(found) - rank)))
-    return [corrected[place] for place in range(len(found))]
+    for rank, (p, index) in enumerate(sorted(zip(found, range(len(found)), strict=True))):
+        corrected[index] = least = max(least, min(1.0, p * (len(found) - rank)))
+    return [corrected[index] for index in range(len(found))]
 
 
 @dataclass
 class Comparison:
-    """How many points a way is ahead of the reference, by place: the mean of each round, whose
+    """How many points a way is ahead of the reference, by cell: the mean of each round, whose
     networks share what is held out and merged; and the chance of that.
     """
 
     name: str
-    rounds: dict[Place, list[float]]
-    p: dict[Place, float] = field(default_factory=dict)
+    rounds: dict[Cell, list[float]]
+    p: dict[Cell, float] = field(default_factory=dict)
 
-    def tell(self, place: Place) -> str:
-        told = "better" if fmean(self.rounds[place]) > 0 else "worse"
-        return told if self.p[place] <= SIGNIFICANT else "cannot be told"
+    def verdict(self, cell: Cell) -> str:
+        word = "better" if fmean(self.rounds[cell]) > 0 else "worse"
+        return word if self.p[cell] <= SIGNIFICANT else "cannot be told"
 
-    def show(self, place: Place) -> str:
+    def show(self, cell: Cell) -> str:
         """The mean, bold where a difference can be told."""
-        if place not in self.rounds:
+        if cell not in self.rounds:
             return "-"
-        mark = "" if self.tell(place) == "cannot be told" else "**"
-        return f"{mark}{fmean(self.rounds[place]):+.1f}{mark}"
+        mark = "" if self.verdict(cell) == "cannot be told" else "**"
+        return f"{mark}{fmean(self.rounds[cell]):+.1f}{mark}"
 
 
-def average_rounds(merges: Iterable[Merge], name: str) -> dict[Place, list[float]]:
-    """By place the points ahead, as a mean for each round."""
-    found: dict[Place, dict[str, list[float]]] = {}
+def average_rounds(merges: Iterable[Merge], name: str) -> dict[Cell, list[float]]:
+    """By cell the points ahead, as a mean for each round."""
+    found: dict[Cell, dict[str, list[float]]] = {}
     for merge in merges:
-        for place in ((merge.family, merge.skills), EVERYWHERE):
+        for cell in ((merge.family, merge.skills), EVERYWHERE):
             if name in merge.arms:
-                rounds = found.setdefault(place, {})
+                rounds = found.setdefault(cell, {})
                 rounds.setdefault(merge.record["round"], []).append(lead(merge, name))
-    return {place: [*map(fmean, rounds.values())] for place, rounds in found.items()}
+    return {cell: [*map(fmean, rounds.values())] for cell, rounds in found.items()}
 
 
 def compare(results: Results, searched: bool) -> list[Comparison]:
@@ -191,33 +191,33 @@ def compare(results: Results, searched: bool) -> list[Comparison]:
             del each.rounds[EVERYWHERE]
     for is_whole in (True, False):
         tests = [(c, at) for c in found for at in c.rounds if (at == EVERYWHERE) == is_whole]
-        chances = correct([probability(each.rounds[place]) for each, place in tests])
-        for (each, place), p in zip(tests, chances, strict=True):
-            each.p[place] = p
+        chances = correct([probability(each.rounds[cell]) for each, cell in tests])
+        for (each, cell), p in zip(tests, chances, strict=True):
+            each.p[cell] = p
     return sorted(found, key=lambda each: -fmean(each.rounds.get(EVERYWHERE, [-math.inf])))
 
 
-def show_at(merges: Sequence[Merge], group: str, name: str, tell: Tell, show: Show) -> str:
+def show_at(merges: Sequence[Merge], group: str, name: str, figure: Figure, show: Show) -> str:
     """What the trainings of a family or network have given, by the number of skills."""
     cells = []
-    for _, skills in list_places(merges, group):
+    for _, skills in list_cells(merges, group):
         own = [m for m in merges if m.skills == skills and group in (m.family, m.unit)]
-        values = [tell(merge, name) for merge in own if name in merge.arms]
+        values = [figure(merge, name) for merge in own if name in merge.arms]
         cells.append(show(values) if values else "-")
     return " / ".join(cells)
 
 
-def by_family(merges: Sequence[Merge], names: Iterable[str], tell: Tell, show: Show) -> Rows:
+def by_family(merges: Sequence[Merge], names: Iterable[str], figure: Figure, show: Show) -> Rows:
     families = list_families(merges)
     return [
-        [name, *(show_at(merges, each, name, tell, show) for each in families)] for name in names
+        [name, *(show_at(merges, each, name, figure, show) for each in families)] for name in names
     ]
 
 
-def by_network(results: Results, names: Sequence[str], tell: Tell, show: Show) -> Rows:
+def by_network(results: Results, names: Sequence[str], figure: Figure, show: Show) -> Rows:
     merges = list_merges(results)
     return [
-        [title(unit, records), *(show_at(merges, unit, name, tell, show) for name in names)]
+        [title(unit, records), *(show_at(merges, unit, name, figure, show) for name in names)]
         for unit, records in units_of(results).items()
     ]
 
@@ -230,8 +230,8 @@ def title(unit: str, records: Sequence[Results]) -> str:
 
 def name_columns(merges: Sequence[Merge]) -> list[str]:
     """The heads of what is shown by family and number of skills."""
-    places = [list_places(merges, family) for family in list_families(merges)]
-    return [f"{each[0][0]}, {' / '.join(str(n) for _, n in each)} skills" for each in places]
+    cells = [list_cells(merges, family) for family in list_families(merges)]
+    return [f"{each[0][0]}, {' / '.join(str(n) for _, n in each)} skills" for each in cells]
 
 
 def show_mean(values: Sequence[float]) -> str:
@@ -269,8 +269,8 @@ def ranking(results: Results, searched: bool) -> str:
     rows = [["", "all", *name_columns(merges)]]
     compared = compare(results, searched)
     for each in (each for each in compared if searched or way_of(each.name) in START_WAYS):
-        places = (list_places(merges, family) for family in list_families(merges))
-        cells = (" / ".join(map(each.show, by_skills)) for by_skills in places)
+        rows_cells = (list_cells(merges, family) for family in list_families(merges))
+        cells = (" / ".join(map(each.show, by_skills)) for by_skills in rows_cells)
         rows.append([each.name, each.show(EVERYWHERE), *cells])
     return table(rows)
 
@@ -415,8 +415,8 @@ def draw_family(panel: Any, every: Sequence[Merge]) -> dict[str, Any]:
     for number, name in enumerate(names):
         label, mark, line, colour = DRAWN[name]
         means = [fmean(score(m, name) for m in merges if m.skills == count) for count in counts]
-        places = [place + SPACING * (number - len(names) / 2) for place in range(len(counts))]
-        (lines[label],) = panel.plot(places, means, line, marker=mark, color=colour, linewidth=1.2)
+        xs = [x + SPACING * (number - len(names) / 2) for x in range(len(counts))]
+        (lines[label],) = panel.plot(xs, means, line, marker=mark, color=colour, linewidth=1.2)
     alone = 100 * fmean(merge.record["curves"]["DARE"][0] for merge in merges)
     lines["fine-tunes, each at its skill"] = panel.axhline(alone, color="#999999", linewidth=1)
     panel.set_xticks(range(len(counts)), counts)

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
@@ -35,6 +36,9 @@ TEXTS = {
 README = TEXTS[HERE / "README.md"]
 EVIDENCE = TEXTS[HERE / "docs" / "evidence.md"]
 ROLES = ("this tool", "mergekit", "torch script")
+MERGES = quality_report.list_merges(QUALITY)
+AVERAGE = quality_report.REFERENCE
+START = f"{advice.START_METHOD}, lambda {advice.START_LAMBDAS['whole']:g}"
 
 
 @pytest.fixture(autouse=True)
@@ -118,55 +122,103 @@ def test_the_experiment_in_the_documents_is_the_stored_one() -> None:
     )
 
 
-def test_what_the_documents_say_of_the_experiment_follows_from_it() -> None:
-    report = quality_report
-    evidence, readme = (" ".join(text.split()) for text in (EVIDENCE, README))
-    merges = report.list_merges(QUALITY)
-    ranked = {each.name: each for each in report.compare(QUALITY, True)}
-    starts = {each.name: each for each in report.compare(QUALITY, False)}
-    start = f"{advice.START_METHOD}, lambda {advice.START_LAMBDA:g}"
-    everywhere = report.EVERYWHERE
+def differ(name: str, other: str, keep: Callable[[Any], bool] = lambda merge: True) -> float:
+    """How many points a way is ahead of another: the mean of rounds, of merges that have both."""
+    rounds: dict[str, list[float]] = {}
+    for merge in filter(keep, MERGES):
+        if {name, other} <= merge.arms.keys():
+            ahead = quality_report.score(merge, name) - quality_report.score(merge, other)
+            rounds.setdefault(merge.record["round"], []).append(ahead)
+    return fmean(map(fmean, rounds.values()))
 
-    def tell(found: dict[str, Any], name: str, place: Any = everywhere) -> str:
-        return f"{fmean(found[name].rounds[place]):+.1f}"
+
+def test_what_is_said_of_the_experiment_can_be_told_from_chance() -> None:
+    everywhere = quality_report.EVERYWHERE
+    ranked = quality_report.compare(QUALITY, True)
+    better = {each.name for each in ranked if "better" in map(each.verdict, each.rounds)}
+    assert {name.split()[0] for name in better} == {advice.START_METHOD}, "nothing else"
+    starts = {each.name: each for each in quality_report.compare(QUALITY, False)}
+    assert starts[START].verdict(everywhere) == "better"
+    wudi = ranked[0]
+    assert wudi.name == advice.START_METHOD
+    cells = [cell for cell in wudi.rounds if cell[1] == 8]
+    assert {wudi.verdict(cell) for cell in [everywhere, *cells]} == {"better"}
+    dropped = [name for name in quality_report.list_names(MERGES, True) if " + DARE" in name]
+    assert len(dropped) > 10
+    assert all(differ(name, name.partition(" + DARE")[0]) < 0 for name in dropped), "no gain"
+
+
+def test_the_figures_of_the_experiment_in_texts_are_those_of_its_results() -> None:
+    words = {
+        "advice": " ".join(map(str, vars(advice).values())),
+        **{path.stem: " ".join(text.split()) for path, text in TEXTS.items()},
+    }
+    half = " + DARE 0.5"
+    most = " + DARE 0.9"
+
+    def is_transformer(merge: Any) -> bool:
+        return bool(merge.family != "digits")
+
+    def has_halves(merge: Any) -> bool:
+        return AVERAGE + half in merge.arms
+
+    def count_skills(count: int) -> Callable[[Any], bool]:
+        return lambda merge: merge.skills == count and is_transformer(merge)
+
+    def is_large(merge: Any) -> bool:
+        return bool(merge.record["parameters"] > 14e6)
 
     def score(name: str) -> str:
-        """The best networks that were trained more than once, with all skills."""
-        own = [m for m in merges if m.unit == "chars/1024" and m.skills == 8]
-        return f"{fmean(report.score(merge, name) for merge in own):.1f}%"
+        """Of the largest networks that were trained more than once, with all skills."""
+        own = [m for m in MERGES if (m.unit, m.skills) == ("chars/1024", 8)]
+        return f"{fmean(quality_report.score(merge, name) for merge in own):.1f}%"
 
-    better = {name for name, each in ranked.items() if "better" in map(each.tell, each.rounds)}
-    assert {name.split()[0] for name in better} == {advice.START_METHOD}, "nothing else is told"
-    assert starts[start].tell(everywhere) == "better"
-    dropped = [name for name in ranked if "DARE" in name and everywhere in ranked[name].rounds]
-    for name in dropped:
-        own = name.partition(" + ")[0]
-        least = fmean(ranked[own].rounds[everywhere]) if own in ranked else 0.0
-        assert fmean(ranked[name].rounds[everywhere]) < least, "dropping is no gain"
-    leads = [report.lead(merge, "wudi") for merge in merges]
-    points = tell(ranked, "wudi").lstrip("+")
-    families = [
-        ", ".join(tell(ranked, "wudi", place) for place in report.list_places(merges, family))
-        for family in report.FAMILIES
-    ]
-    full = score("wudi")
-    average = score(report.REFERENCE)
-    tenths = score("wudi + DARE 0.9")
+    def tell(name: str, other: str = AVERAGE, keep: Callable[[Any], bool] = bool) -> str:
+        return f"{abs(differ(name, other, keep)):.1f}"
+
+    leads = [quality_report.lead(merge, "wudi") for merge in MERGES]
+    by_skills = [tell("wudi", keep=count_skills(count)) for count in (2, 3, 8)]
+    packed = [tell("wudi" + drop, AVERAGE + drop) for drop in (half, most)]
     claims = {
-        f"{points} points ahead": (evidence, readme),
-        f"{sum(points > 0 for points in leads)} of {len(leads)} merges": (evidence,),
-        f"{len(QUALITY['units'])} trainings": (evidence, readme),
-        f"merges them in {len(ranked) + 1} ways": (evidence,),
-        f"It is {tell(starts, start).lstrip('+')} points ahead of the plain average *with*": (
-            evidence,
-        ),
-        **dict.fromkeys(families, (evidence,)),
-        full: (evidence, readme),
-        average: (evidence, readme),
-        tenths: (evidence, readme),
-        score(report.PLAIN): (evidence,),
+        f"{tell('wudi')} points ahead": "advice evidence",
+        f"{tell('wudi')} percentage points": "README",
+        f"{tell('wudi', keep=is_transformer)} on transformers": "advice README",
+        "{}, {} and {} with 2, 3 and 8 skills".format(*by_skills): "evidence",
+        f"{sum(points > 0 for points in leads)} of {len(leads)} merges": "evidence",
+        f"{len(QUALITY['units'])} trainings": "evidence README",
+        f"{tell(START)} points ahead": "evidence README",
+        f"{tell(START, keep=is_transformer)} on transformers": "README",
+        f"{tell(AVERAGE + ', lambda 1')} points behind its own best": "README",
+        f"{tell('wudi', START)} points for `wudi`": "evidence",
+        f"{tell(START, AVERAGE + ', lambda 1.5')} ahead of it": "evidence",
+        f"{tell(AVERAGE + most + ', lambda 1')} points behind": "README",
+        f"`wudi` {tell('wudi' + half, 'wudi', has_halves)}": "evidence",
+        f"wudi lost {tell('wudi' + half, 'wudi', has_halves)}": "advice",
+        f"{tell('wudi' + half, 'wudi', has_halves)} points at 0.5": "guide",
+        f"{tell(AVERAGE + half)} points": "evidence README",
+        f"linear {tell(AVERAGE + half)}": "advice",
+        f"{tell(AVERAGE + most)} and {tell('wudi' + most, 'wudi')}": "evidence",
+        f"{tell(AVERAGE + most)} when 90%": "README",
+        f"{tell('wudi' + most, 'wudi')} at 0.9": "guide",
+        f"{tell(AVERAGE + most, keep=is_large)} and "
+        f"{tell('wudi' + most, 'wudi', is_large)}": "evidence",
+        "by {} points at 0.5 and {} at 0.9".format(*packed): "advice",
+        score("wudi"): "evidence README",
+        score(AVERAGE): "evidence README",
+        score("wudi" + most): "evidence README",
+        score("wudi" + half): "evidence",
+        score(AVERAGE + ", lambda 1"): "evidence README",
+        **{
+            f"| {differ(name, AVERAGE):+.1f}": "README"
+            for name in ("wudi", "ram", "ties", "model stock")
+        },
     }
-    missing = [claim for claim, texts in claims.items() for text in texts if claim not in text]
+    missing = [
+        (claim, where)
+        for claim, places in claims.items()
+        for where in places.split()
+        if claim not in words[where]
+    ]
     assert missing == []
 
 
@@ -286,7 +338,7 @@ def test_verdicts_of_the_experiment_come_out_each_way() -> None:
     gains = {"ties": -0.1, "ram": 0.1, "karcher": 0.0, "slerp": 0.2}
     compared = quality_report.compare(make_results(gains), True)
     everywhere = quality_report.EVERYWHERE
-    verdicts = {each.name: each.tell(everywhere) for each in compared[:-1]}
+    verdicts = {each.name: each.verdict(everywhere) for each in compared[:-1]}
     assert verdicts == {"ram": "better", "karcher": "cannot be told", "ties": "worse"}
     assert list(verdicts) == ["ram", "karcher", "ties"], "the best first"
     assert compared[-1].name == "slerp", "of pairs alone: no mean over all"

@@ -303,7 +303,7 @@ def test_what_is_chosen_never_sees_test_data_or_test_masks(
     lab.base = {"w": quality.torch.zeros(6400)}
     lab.experts = {skill: {"w": quality.torch.ones(6400)} for skill in "abc"}
     monkeypatch.setattr(lab, "score", score)
-    monkeypatch.setattr(lab, "measure_elsewhere", lambda: 0.5)
+    monkeypatch.setattr(lab, "measure_elsewhere", lambda _: 0.5)
     monkeypatch.setattr(quality, "dare_merge", merge)
     found = lab.search("abc", quality.WAYS["task arithmetic + DARE 0.5"], 3)
     tried = [("validation", scale) for scale in (0.5, 1.0, 2.0) for _ in range(3)]

@@ -420,12 +420,12 @@ def test_an_evaluation_that_fails_costs_its_trial_only_and_what_it_printed_is_ke
         os.kill(os.getpid(), signal.SIGKILL)
     return {0.4: "nothing", 0.5: "nan"}.get(rate, value)""")
     rates = "drop_rate=[0.1, 0.2, 0.3, 0.4, 0.5, 0.6]"
-    flags = ["--vary", rates, "--search", "grid", "--confirm", "0", "--timeout", "1.5"]
+    flags = ["--vary", rates, "--search", "grid", "--confirm", "0", "--timeout", "6"]
     flags = command(*flags, evaluate=AS_COMMAND)
     run(*flags)
     trials = optuna.load_study(storage="sqlite:///config_sweep.db", study_name=None).trials
     assert [trial.state.name for trial in trials] == ["FAIL"] * 5 + ["COMPLETE"]
-    reasons = ["status 3: out of memory", "longer than 1.5 s", "signal 9", "'nothing'", "nan"]
+    reasons = ["status 3: out of memory", "longer than 6 s", "signal 9", "'nothing'", "nan"]
     for trial, reason in zip(trials, reasons, strict=False):
         assert reason in trial.user_attrs["why"]
     assert trials[0].user_attrs["output"] == "working on it\nout of memory\n"

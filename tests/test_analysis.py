@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dare import AnalysisReport, DareConfig, DareError
+from darelib.commands.analyze.advice import SEARCHED
 from darelib.commands.analyze.measure import kind_of, layer_of
 from darelib.commands.analyze.report import DeltaStats
 from darelib.config import Rule
@@ -519,6 +520,8 @@ def test_advice_on_method_and_lambda(
 ) -> None:
     verdicts, tables, _ = advise(tmp_path, BASE, *models, **config)
     assert (verdicts["method"], tables["dare"]) == ([suggested["method"]], suggested)
+    is_several = suggested["drop_rate"] == 0
+    assert tables.get("sweep") == (SEARCHED if is_several else None)
     advised = suggested["method"] == "wudi" and "lambda_coeff" not in suggested
     assert ("lambda" in verdicts) == advised
     if rules := config.get("rules"):

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import pytest
@@ -179,6 +179,10 @@ def test_the_figures_of_the_experiment_in_texts_are_those_of_its_results() -> No
     leads = [quality_report.lead(merge, "wudi") for merge in MERGES]
     by_skills = [tell("wudi", keep=count_skills(count)) for count in (2, 3, 8)]
     packed = [tell("wudi" + drop, AVERAGE + drop) for drop in (half, most)]
+    lambdas: dict[tuple[str, int], list[float]] = {}
+    for merge in MERGES:
+        lambdas.setdefault((merge.unit, merge.skills), []).append(merge.arms["wudi"][2])
+    medians = [median(chosen) for chosen in lambdas.values()]
     claims = {
         f"{tell('wudi')} points ahead": "advice evidence",
         f"{tell('wudi')} percentage points": "README",
@@ -203,6 +207,9 @@ def test_the_figures_of_the_experiment_in_texts_are_those_of_its_results() -> No
         f"{tell(AVERAGE + most, keep=is_large)} and "
         f"{tell('wudi' + most, 'wudi', is_large)}": "evidence",
         "by {} points at 0.5 and {} at 0.9".format(*packed): "advice",
+        f"from {min(medians):g} to {max(medians):g} by network": "advice",
+        f"1 was {-differ('wudi' + half + ', lambda 1', AVERAGE):.0f} points behind": "advice",
+        f"and {-differ('wudi' + most + ', lambda 1', AVERAGE):.0f} at 0.9": "advice",
         score("wudi"): "evidence README",
         score(AVERAGE): "evidence README",
         score("wudi" + most): "evidence README",
@@ -461,6 +468,17 @@ def test_the_advice_merges_the_example_to_what_the_readme_says(folder: Path) -> 
     ]
     readme = " ".join(README.split())
     assert "That merges the example to {}, where the defaults gave {}.".format(*scores) in readme
+
+
+@pytest.mark.slow
+def test_the_stored_results_are_of_the_experiment_as_it_is(quality: Any) -> None:
+    settings = quality.Settings()
+    wanted = {
+        f"{unit}/{k}": quality.describe(unit, settings)
+        for unit in settings.units
+        for k in range(unit.trainings)
+    }
+    assert {name: record["settings"] for name, record in QUALITY["units"].items()} == wanted
 
 
 @pytest.mark.slow

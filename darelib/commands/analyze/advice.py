@@ -59,7 +59,8 @@ OPPOSED_COSINE: Final = -0.1
 # change mostly the same entries.
 START_METHOD: Final = WUDI
 START_LAMBDAS: Final = {"whole": 1.0, "packed": 0.6}
-SEARCHED: Final = {"lambda_coeff": {"low": 0.3, "high": 2.0}}  # what a sweep should try first
+# What a sweep should try first: also what is best of the plain average, with which it compares.
+SEARCHED: Final = {"lambda_coeff": {"low": 0.3, "high": 2.0}}
 START_SETTINGS: Final = ("ridge", "norm_limit")  # of that method, which the user may have chosen
 LARGEST_TRIED: Final = 312_000_000
 LEAST_OVERLAP: Final = 0.5

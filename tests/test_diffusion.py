@@ -287,7 +287,7 @@ OTHERS = {
     "on_input": "(IA)^3",
     "a1.weight": "GLoRA",
     "lora_mid.weight": "LoCon of three",
-    "diff_b": "not a part of a plain LoRA",
+    "diff_b": "not a plain LoRA",
 }
 
 
@@ -298,8 +298,8 @@ OTHERS = {
             ({f"{module_of(LINEAR)}.{part}": torch.ones(3)}, [words, f".{part}'"])
             for part, words in OTHERS.items()
         ),
-        ({DOWN: None}, ["no pair of matrices up and down for", module_of(LINEAR)]),
-        ({UP: None}, ["no pair of matrices up and down for", module_of(LINEAR)]),
+        ({DOWN: None}, ["no pair of matrices A and B for", module_of(LINEAR)]),
+        ({UP: None}, ["no pair of matrices A and B for", module_of(LINEAR)]),
         ({UP: torch.ones(24, 5)}, ["[2, 40] and [24, 5] of", "no pair"]),
         ({UP: torch.ones(24, 2, 3, 3)}, ["[2, 40] and [24, 2, 3, 3] of", "no pair"]),
         ({DOWN: torch.ones(())}, ["[] and [24, 2] of", "no pair"]),
@@ -441,7 +441,11 @@ PLAIN = low_rank("a.b", (8, 6))
     ("more", "config", "words"),
     [
         ({"base_model.model.norm.weight": torch.ones(3)}, {}, "'norm.weight'"),
-        ({"base_model.model.e.lora_embedding_A": torch.ones(2, 3)}, {}, "'e'"),
+        (
+            {f"base_model.model.e.lora_embedding_{x}": torch.ones(2, 2) for x in "AB"},
+            {},
+            "'e'",
+        ),
         (
             {"base_model.model.a.b.lora_magnitude_vector": torch.ones(8)},
             {"use_dora": True},

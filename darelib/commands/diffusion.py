@@ -6,15 +6,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from darelib.commands.kohya import encode_file
 from darelib.commands.merge import run as run_merge
 from darelib.commands.options import Flags, MergerClass
-from darelib.core.text import LOG, ConfigError, DareError, list_names
+from darelib.core.text import ConfigError, DareError
 from darelib.models.inputs import open_models
 from darelib.models.pieces import count_used
 from darelib.models.source import Source
 from darelib.models.translation import find_homes, name_originally
-from darelib.output.scratch import write_new_file
+from darelib.output.tensors import list_contents, write_tensors
 
 MAIN: Final = ("unet/", "transformer/")  # without which a file is of no use
 
@@ -43,7 +42,7 @@ def convert_to_base(flags: Flags, merger_class: MergerClass) -> None:
     run_merge(wanted, merger_class)
 
 
-def convert_to_original(old: Source, new: Path) -> tuple[int, tuple[str, ...]]:
+def convert_to_original(old: Source, new: Path) -> tuple[int, list[str]]:
     """Write a model of diffusers as one file. Gives how many tensors it has, and what has no place
     in it.
     """
@@ -55,21 +54,13 @@ def convert_to_original(old: Source, new: Path) -> tuple[int, tuple[str, ...]]:
                 "a directory of diffusers has settings that no file of weights has: give one of "
                 "the same kind as --base MODEL, and the result is that with these weights",
             )
-        if new.suffix != ".safetensors":
-            raise ConfigError(
-                f"{old.name!r} becomes one file, and {new.name!r} does not end in .safetensors",
-                f"give the name of a file, like {new.name}.safetensors",
-            )
-        if new.exists() and any(new.samefile(file.path) for file in model.files):
-            raise ConfigError(f"{str(new)!r} is the input", "choose another name")
         used = count_used(tensors.values())
-        left_out = tuple(name for name, info in model.tensors.items() if id(info) not in used)
-        if lost := [name for name in left_out if name.startswith(MAIN)]:
+        left_out = [name for name, info in model.tensors.items() if id(info) not in used]
+        lost = [name for name in left_out if name.startswith(MAIN)]
+        if lost:
             raise DareError(
                 f"no original name is known for {lost[0]!r} of {old.name!r}",
                 "SD 1 to 3.5, SDXL and Flux are known, where their tensors are whole",
             )
-        write_new_file(new, encode_file(model, {name: (tensors[name], b"") for name in tensors}))
-    if left_out:
-        LOG.warning(f"left out what original files have no place for: {list_names(left_out)}")
+        write_tensors(new, list_contents(model, tensors), [file.path for file in model.files])
     return len(tensors), left_out

@@ -9,6 +9,7 @@ magnitude / length * (base + scale * (left @ right)).
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Final
 
@@ -21,11 +22,13 @@ from darelib.core.tuning import TUNING
 from darelib.kernels import Kernel, KernelSpec
 from darelib.models.checkpoint import EMBEDDINGS, HEADS, Checkpoint
 from darelib.models.directories import Layout
+from darelib.models.layout import Ways, find_ways
 from darelib.models.source import Source
 from darelib.models.tensorfile import TensorInfo
 
 UNLOAD_HINT: Final = (
-    "merge it into the base with PEFT's merge_and_unload, and use the result as a model"
+    "merge it into its base with the program that made it (PEFT: merge_and_unload), and use the "
+    "result as a model"
 )
 # Elements at a time whose squares are added. The sums' last bits depend on it.
 SQUARED_ELEMENTS: Final = 1 << 16
@@ -97,6 +100,11 @@ class LoraAdapter(Checkpoint):
     def _find_changes(self, base: Checkpoint) -> dict[str, TensorInfo]:
         """By the base's names, how what it changes is made; what the base lacks has other names."""
         raise NotImplementedError
+
+    @cached_property
+    def _ways(self) -> Ways:
+        """Which way the base's matrices are stored."""
+        return find_ways(self._base.tensors)
 
     def _describe(self, base: Checkpoint) -> None:
         """Set what others ask about this kind of input."""

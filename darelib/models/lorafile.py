@@ -8,20 +8,26 @@ alpha / rank * (up @ down), where the rank is that of the matrices.
 import json
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
 
-from darelib.core.formats import FORMATS, widen
+from darelib.core.formats import widen
 from darelib.core.text import DareError, list_names
-from darelib.models.checkpoint import QUANTISE_HINT, Checkpoint
+from darelib.models.checkpoint import Checkpoint
 from darelib.models.directories import ADAPTER_CONFIG, PIPELINE_FILE, Layout, find_weights
-from darelib.models.layout import Ways, find_transposed, find_ways
-from darelib.models.lora import LoraAdapter, LowRankTensor
-from darelib.models.peft import MAGNITUDES, LoraConfig, match_names, read_settings
-from darelib.models.pieces import drop_ones
+from darelib.models.layout import find_transposed
+from darelib.models.lora import UNLOAD_HINT, LoraAdapter
+from darelib.models.pairs import (
+    INTEGER_ALPHAS,
+    OTHER_PARTS,
+    PART,
+    Pair,
+    make_product,
+    sort_pairs,
+)
+from darelib.models.peft import LoraConfig, match_names, read_settings
 from darelib.models.source import Source
 from darelib.models.tensorfile import AGAIN_HINT, TensorInfo, peek_header
 
@@ -73,56 +79,10 @@ STARTS: Final = KOHYA | {
 WRAPPERS: Final = re.compile(r"base_model\.model\.|lycoris_")  # of models, before all names
 TEXT_PARTS: Final = ("text_encoder", "text_encoder_2")
 TEXT_MODULES: Final = "text_model."  # how they begin in a text encoder by itself
-DOWN: Final = "lora_down.weight"
-UP: Final = "lora_up.weight"
-ALPHA: Final = "alpha"
-DORA_SCALE: Final = "dora_scale"  # magnitudes, in files of kohya's and LyCORIS
-# How the name of a tensor ends that is a part of a LoRA. Between a letter and "weight" may stand
-# what PEFT calls the adapter.
-PART: Final = re.compile(
-    r"(?:[._]lora[._](?:linear_layer\.)?(A|B|down|up|magnitude_vector)"
-    r"(?:\.(?!weight$|bias$)[^.]+)?(?:\.weight)?|\.(alpha|dora_scale))$"
-)
-PARTS: Final = {
-    "A": DOWN,
-    "down": DOWN,
-    "B": UP,
-    "up": UP,
-    "magnitude_vector": MAGNITUDES,
-    "dora_scale": DORA_SCALE,
-    "alpha": ALPHA,
-}
-# What XLabs' trainer and old versions of diffusers called modules: by their processors.
-OLD_NAMES: Final = (
-    *(
-        (f"processor.{part}_lora{k}.", f"{side}_attn.{part}.lora_")
-        for part in ("qkv", "proj")
-        for k, side in ((1, "img"), (2, "txt"))
-    ),
-    ("processor.proj_lora.", "linear2.lora_"),
-    (".processor.", "."),
-    ("self_attn.to_out_lora", "self_attn.out_proj_lora"),
-    ("to_out_lora", "to_out.0_lora"),
-    *((f"self_attn.to_{x}_lora", f"self_attn.{x}_proj_lora") for x in "qkv"),
-)
-# What makes an adapter something else than a product of two matrices, and what people call it.
-OTHER_PARTS: Final = {
-    r"\.hada_": "LoHa",
-    r"\.lokr_": "LoKr",
-    r"\.lora_mid\.": "a LoCon of three matrices",
-    r"\.oft_": "OFT",
-    r"\.on_input$": "(IA)^3",
-    r"\.[ab][12]\.weight$": "GLoRA",
-}
 # All that the names of a LoRA file have in them, where they are not kohya's.
 ANY_PART: Final = re.compile(
     "|".join((PART.pattern, r"\.lora_|_lora\d\.|\.diff(_b)?$", *OTHER_PARTS))
 )
-BAKE_HINT: Final = (
-    "merge it into its base with the program that made it, and use the result as a model"
-)
-# What torch.tensor makes of an alpha without a decimal point.
-INTEGER_ALPHAS: Final = {"I64": "<i8", "I32": "<i4"}
 NOTED_KEY: Final = "lora_adapter_metadata"  # where diffusers notes PEFT's configurations
 
 
@@ -147,51 +107,26 @@ class LoraFile(LoraAdapter):
     keeps_metadata = True
 
     def _find_changes(self, base: Checkpoint) -> dict[str, TensorInfo]:
-        modules = defaultdict[str, dict[str, TensorInfo]](dict)
-        firsts: dict[str, str] = {}  # by module: what its first tensor is called
-        for name, info in self.tensors.items():
-            module, part = self._read_name(name, info)
-            if part in modules[module]:
-                raise DareError(
-                    f"{self.name!r} holds several adapters: see {name!r}", "save each by itself"
-                )
-            modules[module][part] = info
-            firsts.setdefault(module, name)
-        self._configs = self._read_configs(modules)
-        targets = self._find_targets(modules, base)
-        self.warnings += tuple(self._find_unscaled(modules))
+        pairs = sort_pairs(self.tensors, self.name)
+        self._configs = self._read_configs(pairs)
+        targets = self._find_targets(pairs, base)
+        self.warnings += tuple(self._find_unscaled(pairs))
+        names = {id(info): name for name, info in self.tensors.items()}
         changes: dict[str, TensorInfo] = {}
-        for module, parts in modules.items():
-            target = targets.get(module, firsts[module])
+        for module, pair in pairs.items():
+            target = targets.get(module)
+            if target is None:
+                changes[names[id(pair.a)]] = pair.a
+                continue
             if target in changes:
                 raise DareError(
                     f"the adapter {self.name!r} changes {target!r} twice: see {module!r}",
-                    BAKE_HINT,
+                    UNLOAD_HINT,
                 )
-            changes[target] = next(iter(parts.values()))
-            if module in targets:
-                changes[target] = self._make_tensor(module, parts, target)
+            is_turned = bool(find_transposed(target, self._ways))
+            scale = self._find_scale(module, pair)
+            changes[target] = make_product(pair, base.tensors[target], scale, is_turned)
         return changes
-
-    def _read_name(self, name: str, info: TensorInfo) -> tuple[str, str]:
-        """The module and the part that a tensor is; what is not of a plain LoRA is refused."""
-        plain = name
-        if "_lora" in name:
-            for old, new in OLD_NAMES:
-                plain = plain.replace(old, new)
-        found = PART.search(plain)
-        if not found:
-            kinds = (words for part, words in OTHER_PARTS.items() if re.search(part, name))
-            kind = next(kinds, "")
-            what = f"is {kind}, which is not a product of two matrices: see {name!r}"
-            odd = f"holds {name!r}, which is not a part of a plain LoRA"
-            raise DareError(f"the adapter {self.name!r} {what if kind else odd}", BAKE_HINT)
-        part = PARTS[found[1] or found[2]]
-        if info.dtype not in FORMATS and not (part == ALPHA and info.dtype in INTEGER_ALPHAS):
-            raise DareError(
-                f"tensor {name!r} of the adapter {self.name!r} is {info.dtype}", QUANTISE_HINT
-            )
-        return plain[: found.start()], part
 
     def _read_configs(self, modules: Collection[str]) -> dict[str, LoraConfig]:
         """By part of a pipeline, the configurations that diffusers noted."""
@@ -216,12 +151,12 @@ class LoraFile(LoraAdapter):
             if part in names
         }
 
-    def _find_unscaled(self, modules: Mapping[str, Mapping[str, TensorInfo]]) -> Iterator[str]:
+    def _find_unscaled(self, pairs: Mapping[str, Pair]) -> Iterator[str]:
         """What to warn of where nothing says how an adapter of PEFT is scaled."""
-        for module, parts in modules.items():
+        for module, pair in pairs.items():
             component, _ = _split_module(module)
             is_pefts = WRAPPERS.match(module) or not component
-            if is_pefts and ALPHA not in parts and component not in self._configs:
+            if is_pefts and not pair.alpha and component not in self._configs:
                 yield (
                     f"{self.name} comes without an {ADAPTER_CONFIG}, which says how it is scaled: "
                     "alpha = r is assumed"
@@ -256,96 +191,27 @@ class LoraFile(LoraAdapter):
         renamed = {module: to_base(name) for module, name in others.items()}
         targets |= {module: name for module, name in renamed.items() if name in base.tensors}
         if not targets:
-            raise _explain_none(self.name, list(modules), base)
+            raise DareError(
+                f"{base.name!r} has none of the modules that the adapter {self.name!r} changes: "
+                f"{list_names(list(modules))}",
+                f"the base has {list_names(list(base.tensors))}; take the model that the adapter "
+                "was trained on, or convert the adapter to the names of this base",
+            )
         return targets
 
-    def _make_tensor(
-        self, module: str, parts: Mapping[str, TensorInfo], name: str
-    ) -> LowRankTensor:
-        base = self._base.tensors[name]
-        if not {DOWN, UP} <= parts.keys():
-            raise DareError(
-                f"{self.name!r} has no pair of matrices up and down for {module!r}", AGAIN_HINT
-            )
-        down = parts[DOWN]
-        up = parts[UP]
-        rank = down.shape[0] if down.shape else 0
-        # A convolution's kernel is in the first matrix that it applies; the second one's is a
-        # single point.
-        is_pair = len(down.shape) > 1 and up.shape[1:2] == (rank,)
-        if not is_pair or down.count == 0 or up.count != up.shape[0] * rank:
-            raise DareError(
-                f"the matrices {list(down.shape)} and {list(up.shape)} of {module!r} in "
-                f"{self.name!r} are no pair",
-                AGAIN_HINT,
-            )
-        shape = (up.shape[0], *down.shape[1:])
-        # The layers of GPT-2 are stored as inputs x outputs.
-        is_reverse = len(shape) == 2 and base.shape == shape[::-1]
-        transposed = is_reverse and bool(find_transposed(name, self._ways))
-        shape = shape[::-1] if transposed else shape
-        # A convolution of a single point is a matrix, and may be stored as either.
-        fits = drop_ones(shape) == drop_ones(base.shape)
-        magnitudes = parts.get(MAGNITUDES) or parts.get(DORA_SCALE)
-        if magnitudes:
-            # LyCORIS also has those of inputs, as [1, inputs]; PEFT's of convolutions are
-            # [1, outputs, 1, 1].
-            is_of_rows = MAGNITUDES in parts or magnitudes.shape[:1] == up.shape[:1]
-            is_right = fits and is_of_rows and magnitudes.count == up.shape[0]
-            self._check_magnitudes(module, magnitudes, is_right)
-        return LowRankTensor(
-            dtype="F64" if base.dtype == "F64" else "F32",
-            shape=base.shape if fits else shape,
-            is_delta=magnitudes is None,
-            left=down if transposed else up,
-            right=up if transposed else down,
-            rank=rank,
-            columns=shape[1] if transposed else down.count // rank,
-            transposed=transposed,
-            scale=self._find_scale(module, parts.get(ALPHA), rank),
-            whole=base if magnitudes else None,
-            whole_is_base=magnitudes is not None,
-            magnitudes=magnitudes,
-        )
-
-    def _check_magnitudes(self, module: str, magnitudes: TensorInfo, is_right: bool) -> None:
-        if not is_right:
-            raise DareError(
-                f"the DoRA {self.name!r} has magnitudes {list(magnitudes.shape)} for {module!r}, "
-                "which are not one for each output of a tensor of the base",
-                BAKE_HINT,
-            )
-
-    def _find_scale(self, module: str, alpha: TensorInfo | None, rank: int) -> float:
-        if alpha:
-            return self._read_alpha(module, alpha) / rank
-        component, name = _split_module(module)
-        config = self._configs.get(component)
-        return config.scale(name, rank) if config else 1.0
-
-    def _read_alpha(self, module: str, info: TensorInfo) -> float:
+    def _find_scale(self, module: str, pair: Pair) -> float:
+        info = pair.alpha
+        if info is None:
+            component, name = _split_module(module)
+            config = self._configs.get(component)
+            return config.find_scale(name, pair) if config else 1.0
         raw = np.empty(info.nbytes if info.count == 1 else 0, np.uint8)
         self.read_bytes(raw.data, info, 0)
         integer = INTEGER_ALPHAS.get(info.dtype)
         values = raw.view(integer) if integer else widen(raw, info.dtype)
         if not values.size or not np.isfinite(values[0]):
-            raise DareError(
-                f"the alpha of {module!r} in {self.name!r} is not a finite number", AGAIN_HINT
-            )
-        return float(values[0])
-
-    @cached_property
-    def _ways(self) -> Ways:
-        return find_ways(self._base.tensors)
-
-
-def _explain_none(adapter: str, modules: Sequence[str], base: Checkpoint) -> DareError:
-    return DareError(
-        f"{base.name!r} has none of the modules that the adapter {adapter!r} changes: "
-        f"{list_names(modules)}",
-        f"the base has {list_names(_list_alike(modules[0], base))}; take the model that the "
-        "adapter was trained on, or convert the adapter to the names of this base",
-    )
+            raise DareError(f"the alpha of {pair.title} is not a finite number", AGAIN_HINT)
+        return float(values[0]) / pair.rank
 
 
 def _split_module(module: str) -> tuple[str, str]:
@@ -402,10 +268,3 @@ def _name_module(module: str) -> str:
     elif module.startswith("conditioner.embedders.0."):
         kind = "lora_te1_"
     return kind + name.replace(".", "_")
-
-
-def _list_alike(module: str, base: Checkpoint) -> list[str]:
-    """The base's tensors in the part of the model that a module is of, if it is known; else all."""
-    starts = tuple(filter(None, COMPONENTS[_split_module(module)[0]]))
-    alike = [name for name in base.tensors if name.replace("/", ".", 1).startswith(starts)]
-    return alike or list(base.tensors)

@@ -5,21 +5,16 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Self
 
 from darelib.config import is_count, is_number
-from darelib.core.formats import FORMATS
 from darelib.core.text import DareError, InputChanged, list_names
 from darelib.models.checkpoint import (
     EMBEDDINGS,
     HEADS,
     NAME_KEY,
-    QUANTISE_HINT,
     Checkpoint,
-    module_of,
-    quantised_modules,
     read_config,
 )
 from darelib.models.differences import compare_configs
@@ -31,8 +26,9 @@ from darelib.models.directories import (
     Layout,
     part_name,
 )
-from darelib.models.layout import Ways, find_transposed, find_ways
-from darelib.models.lora import UNLOAD_HINT, LoraAdapter, LowRankTensor
+from darelib.models.layout import find_transposed
+from darelib.models.lora import UNLOAD_HINT, LoraAdapter
+from darelib.models.pairs import Pair, make_product, sort_pairs
 from darelib.models.patterns import match_patterns
 from darelib.models.source import HUB_NAME, Source
 from darelib.models.stated import STATED_KEY, is_folder, is_name
@@ -67,12 +63,7 @@ MERGED_BY_PEFT: Final = (
 PLAIN_STARTS: Final = (None, True, False, "gaussian", "eva", "orthogonal")
 # Where transformers keeps the class of a kind of model.
 CLASS_MODULE: Final = re.compile(r"transformers\.models\.(?:deprecated\.)?(\w+)\.modeling_\w+")
-LORA_KEY: Final = re.compile(
-    r"(.+)\.(lora_(?:embedding_)?[AB]|lora_magnitude_vector)"
-    r"(?:\.(?!weight$|bias$)[^.]+)?(?:\.weight)?",
-    re.DOTALL,
-)
-MAGNITUDES: Final = "lora_magnitude_vector"  # of DoRA
+PREFIX: Final = "base_model.model."  # before all names
 # What stands in the names of modules that were saved whole.
 WRAPPER: Final = re.compile(r"\.base_layer(?=\.)|\.modules_to_save(\.default)?(?=\.)")
 # The settings that determine the weights, and what each may be.
@@ -109,7 +100,15 @@ class LoraConfig:
             alpha_pattern=match_patterns(self.alpha_pattern, modules, name),
         )
 
-    def scale(self, module: str, rank: int) -> float:
+    def find_scale(self, module: str, pair: Pair) -> float:
+        """What a module's product is multiplied by: it must be as these settings say."""
+        rank = self.rank_pattern.get(module, self.r)
+        if pair.rank != rank or bool(pair.magnitudes) != self.use_dora:
+            raise DareError(
+                f"the matrices {list(pair.a.shape)} and {list(pair.b.shape)} of {pair.title} are "
+                f"not of rank {rank}{' with magnitudes' if self.use_dora else ''}",
+                f"its {ADAPTER_CONFIG} belongs to other weights",
+            )
         alpha = self.alpha_pattern.get(module, self.lora_alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
@@ -171,36 +170,19 @@ def find_adapter(source: Source) -> Layout | None:
 
 
 def sort_keys(
-    tensors: Mapping[str, TensorInfo], adapter: str, use_dora: bool
-) -> tuple[dict[str, dict[str, TensorInfo]], dict[str, TensorInfo]]:
+    tensors: Mapping[str, TensorInfo], adapter: str
+) -> tuple[dict[str, Pair], dict[str, TensorInfo]]:
     """The pairs of matrices by module, and the tensors that are stored whole."""
-    pairs: dict[str, dict[str, TensorInfo]] = {}
+    own: dict[str, TensorInfo] = {}
     whole: dict[str, TensorInfo] = {}
     for name, info in tensors.items():
-        key = name.removeprefix("base_model.model.")
-        if ".original_module." in key:  # the base's, beside the one that replaces it
-            continue
-        matched = LORA_KEY.fullmatch(key)
-        if matched and (use_dora or matched[2] != MAGNITUDES):
-            if info.dtype not in FORMATS:
-                raise DareError(
-                    f"tensor {name!r} of the adapter {adapter!r} is {info.dtype}",
-                    QUANTISE_HINT,
-                )
-            module, part = matched.groups()
-            if part in pairs.setdefault(module, {}):
-                raise DareError(
-                    f"{adapter!r} holds several adapters: see {name!r}", "save each by itself"
-                )
-            pairs[module][part] = info
-        elif "lora_" in key or "trainable_tokens" in key:
-            raise DareError(
-                f"the adapter {adapter!r} holds {name!r}, which is not a part of a plain LoRA",
-                UNLOAD_HINT,
-            )
-        else:
+        key = name.removeprefix(PREFIX)
+        if "lora_" in key or "trainable_tokens" in key:
+            own[name] = info
+        elif ".original_module." not in key:  # the base's, beside the one that replaces it
             whole[WRAPPER.sub("", key)] = info
-    return pairs, whole
+    pairs = sort_pairs(own, adapter)
+    return {module.removeprefix(PREFIX): pair for module, pair in pairs.items()}, whole
 
 
 def read_stated(stated: object) -> dict[str, Any]:
@@ -268,19 +250,23 @@ class PeftAdapter(LoraAdapter):
         stated = table.get(STATED_KEY)
         self.base_config = read_stated(stated) or find_kind(table, base)
         self.warnings = tuple(find_other_base(self.name, stated, base))
-        self._settings = read_settings(table, self.name)
-        pairs, whole = sort_keys(self.tensors, self.name, self._settings.use_dora)
+        pairs, whole = sort_keys(self.tensors, self.name)
         if not pairs and not whole:
             raise DareError(f"the adapter {self.name!r} is empty", AGAIN_HINT)
-        self._settings = self._settings.match(list(pairs), self.name)
+        settings = read_settings(table, self.name).match(list(pairs), self.name)
         targets = {f"{module}.weight": module for module in pairs}
         to_base = match_names(list(targets or whole), base.tensors)
         changes = {to_base(name): info for name, info in whole.items()}
         for target, module in targets.items():
             name = to_base(target)
             if name not in base.tensors:
-                raise self._explain_missing(name, target)
-            changes[name] = self._make_tensor(module, pairs[module], name, changes.get(name))
+                raise self._explain_missing(target)
+            is_turned = find_transposed(name, self._ways)
+            if is_turned is None:  # PEFT states what is true of the last module it looked at
+                is_turned = settings.fan_in_fan_out
+            scale = settings.find_scale(module, pairs[module])
+            stored = base.tensors[name]
+            changes[name] = make_product(pairs[module], stored, scale, is_turned, changes.get(name))
         if is_name(stated) and HUB_NAME.fullmatch(stated) and not is_folder(stated):
             self.stated = stated
         self.modules = {to_base(target): module for target, module in targets.items()}
@@ -295,14 +281,8 @@ class PeftAdapter(LoraAdapter):
         if file_sha256(self._config_path) != self._config_sha256:
             raise InputChanged(f"{self.name!r} changed while it was merged", CHANGED_HINT)
 
-    def _explain_missing(self, name: str, target: str) -> DareError:
+    def _explain_missing(self, target: str) -> DareError:
         base = self._base.tensors
-        if module_of(name) in quantised_modules(base):
-            return DareError(
-                f"{self._base.name!r} is quantised, and the adapter {self.name!r} changes "
-                f"{target!r}",
-                QUANTISE_HINT,
-            )
         hint = f"check the base; it has {list_names(list(base))}"
         if target.endswith(HEADS) and any(other.endswith(EMBEDDINGS) for other in base):
             hint = (
@@ -312,95 +292,6 @@ class PeftAdapter(LoraAdapter):
         return DareError(
             f"the adapter {self.name!r} changes {target!r}, which the base does not have", hint
         )
-
-    def _make_tensor(
-        self, module: str, parts: Mapping[str, TensorInfo], name: str, whole: TensorInfo | None
-    ) -> LowRankTensor:
-        base = self._base.tensors[name]
-        is_embedding = "lora_embedding_A" in parts
-        names = {"lora_embedding_A", "lora_embedding_B"} if is_embedding else {"lora_A", "lora_B"}
-        is_dora = self._settings.use_dora
-        if parts.keys() != names | ({MAGNITUDES} if is_dora else set()):
-            more = " with magnitudes" if is_dora else ""
-            raise DareError(
-                f"{self.name!r} has no pair of matrices A and B{more} for {module!r}",
-                "save the adapter again",
-            )
-        a, b = (parts[part] for part in sorted(names))
-        rank = self._settings.rank_pattern.get(module, self._settings.r)
-        # PEFT stores A as rank x inputs and B as outputs x rank, with the sizes of a convolution's
-        # kernel behind.
-        is_of_rank = a.shape[:1] == b.shape[1:2] == (rank,)
-        if not is_of_rank or a.count == 0 or b.count == 0:
-            raise DareError(
-                f"the matrices {list(a.shape)} and {list(b.shape)} of {module!r} in "
-                f"{self.name!r} are not of rank {rank}",
-                f"its {ADAPTER_CONFIG} belongs to other weights",
-            )
-        inputs, outputs = a.count // rank, b.count // rank
-        rows = base.shape[0] if base.shape else 1
-        in_base = (rows, base.count // max(rows, 1))
-        # Embeddings, and the layers of GPT-2, are stored as inputs x outputs.
-        transposed = is_embedding or (
-            self._is_transposed(name) if inputs == outputs else in_base == (inputs, outputs)
-        )
-        shape = (inputs, outputs) if transposed else (outputs, inputs)
-        if whole is not None and (whole.shape != shape or whole.dtype not in FORMATS):
-            raise DareError(
-                f"{module!r} is {list(whole.shape)} and {list(shape)} in {self.name!r}, as "
-                f"{whole.dtype}",
-                "save it again",
-            )
-        magnitudes = parts.get(MAGNITUDES)
-        if magnitudes:
-            self._check_magnitudes(
-                module, magnitudes, outputs, shape == in_base or whole is not None
-            )
-            whole = whole or base
-        return LowRankTensor(
-            dtype="F64" if base.dtype == "F64" else "F32",
-            shape=base.shape if shape == in_base else shape,
-            is_delta=whole is None,
-            left=a if transposed else b,
-            right=b if transposed else a,
-            rank=rank,
-            columns=shape[1],
-            transposed=transposed,
-            scale=self._settings.scale(module, rank),
-            whole=whole,
-            whole_is_base=whole is base,
-            magnitudes=magnitudes,
-        )
-
-    def _check_magnitudes(
-        self, module: str, magnitudes: TensorInfo, outputs: int, fits: bool
-    ) -> None:
-        """Refuse what is no DoRA. fits: whether the tensor that it changes is here."""
-        if magnitudes.count != outputs:
-            raise DareError(
-                f"{module!r} has {magnitudes.count:,} magnitudes and {outputs:,} outputs in "
-                f"{self.name!r}",
-                "save it again",
-            )
-        if not fits:
-            raise DareError(
-                f"{module!r} of {self.name!r} has another shape than in the base, and DoRA sets "
-                "the magnitudes of what it changes",
-                "give the model that it was trained on",
-            )
-
-    def _is_transposed(self, name: str) -> bool:
-        """Whether a square matrix is stored as inputs x outputs, as are its neighbours.
-
-        The configuration has a setting for it, but PEFT writes there what is true of the last
-        module it looked at.
-        """
-        is_known = find_transposed(name, self._ways)
-        return self._settings.fan_in_fan_out if is_known is None else is_known
-
-    @cached_property
-    def _ways(self) -> Ways:
-        return find_ways(self._base.tensors)
 
 
 def describe_lora(

@@ -30,7 +30,7 @@ from darelib.models.checkpoint import (
 from darelib.models.directories import ADAPTER_CONFIG, ADAPTER_FILE
 from darelib.models.layout import find_transposed, find_ways
 from darelib.models.lora import LowRankTensor
-from darelib.models.peft import describe_lora, last_part
+from darelib.models.peft import PREFIX, describe_lora, last_part
 from darelib.models.source import recorded_name
 from darelib.models.tensors import PLAIN, TensorInfo
 from darelib.output.destination import Destination
@@ -55,7 +55,6 @@ STATE_SPACES: Final = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron
 FUSED: Final = (".out_proj.weight", ".dt_proj.weight", ".conv1d.weight")
 # The first names in models that see, which transformers keeps one level deeper than it stores them.
 SEEING: Final = ("visual.", "vision_tower.", "language_model.", "multi_modal_projector.")
-PREFIX: Final = "base_model.model."
 WITH_HEADS: Final = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
 # Models that are stored without the name under which a model with a head holds them.
 BARE: Final = {"gpt2": "transformer.", "bloom": "transformer."}

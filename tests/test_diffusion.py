@@ -165,9 +165,10 @@ def make(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "stored"), [(F32, F32), (F32, F16), (F16, F16), (F16, F32), (F64, F32)], ids=str
+    ("dtype", "stored", "prefix"),
+    [(F32, F16, UNET), (F16, F16, ""), (F16, F32, "unet."), (F64, F32, "diffusion_model.")],
+    ids=str,
 )
-@pytest.mark.parametrize("prefix", ["", UNET, "unet.", "diffusion_model."])
 def test_a_lora_file_adds_what_torch_computes(
     tmp_path: Path, dtype: torch.dtype, stored: torch.dtype, prefix: str
 ) -> None:
@@ -186,34 +187,6 @@ def test_a_lora_file_adds_what_torch_computes(
             assert not torch.allclose(before, expected, atol=1e-3)
         assert same_bits(merged["rest"], base["rest"])
     assert report.models[0].missing_tensors == report.models[0].extra_tensors == ()
-
-
-@pytest.mark.parametrize(
-    ("kind", "prefix"),
-    [
-        ("lora_te_", ""),
-        ("lora_te_", "cond_stage_model.transformer."),
-        ("lora_te_", "text_encoder."),
-        ("lora_te1_", "text_encoder."),
-        ("lora_te1_", "conditioner.embedders.0.transformer."),
-        ("lora_te2_", "text_encoder_2."),
-        ("lora_te2_", "conditioner.embedders.1.transformer."),
-        ("lora_unet_", "unet."),
-    ],
-)
-def test_text_encoders_have_names_of_their_own(tmp_path: Path, kind: str, prefix: str) -> None:
-    name = "text_model.encoder.layers.0.self_attn.q_proj"
-    base = {f"{p}{name}.weight": torch.zeros(8, 6) for p in {prefix, "control.", "vision_model."}}
-    lora = pair(module_of(name, kind), (8, 6))
-    paths = save(tmp_path, base=base, lora=lora)
-    run_merge(paths[0], paths[1:], tmp_path / OUT, drop_rate=0.0, engine="plain")
-    for place, tensor in load_file(tmp_path / OUT).items():
-        expected = (
-            change(lora, module_of(name, kind), (8, 6))
-            if place == f"{prefix}{name}.weight"
-            else base[place]
-        )
-        assert torch.allclose(tensor.double(), expected.double(), atol=1e-7)
 
 
 @pytest.mark.parametrize(

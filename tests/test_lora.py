@@ -692,7 +692,10 @@ NO_PAIR = ({B: None}, {A: None}, {f"{PREFIX}.lora_embedding_A": torch.ones(2, 61
         ({A: torch.ones(())}, ["[] and [37, 2] of", "no pair"]),
         ({B: torch.ones(37, 3)}, ["[2, 61] and [37, 3] of", "no pair"]),
         ({A: torch.ones(2, 60)}, ["'layer.weight' is [37, 61]", "and [37, 60] in"]),
-        ({f"{PREFIX}.base_layer.weight": torch.ones(37, 60)}, ["is [37, 61], and what was saved of it [37, 60]"]),
+        (
+            {f"{PREFIX}.base_layer.weight": torch.ones(37, 60)},
+            ["is [37, 61], and what was saved of it [37, 60]"],
+        ),
         (
             low_rank("other", (37, 61)),
             ["changes 'other.weight', which the base does not have", "'layer.weight'"],

@@ -27,6 +27,8 @@ from tests.support import (
     finetune,
     low_rank,
     merge_paths,
+    random_model,
+    read_json,
     run,
     save,
     snapshot,
@@ -34,372 +36,20 @@ from tests.support import (
 )
 
 Shapes = dict[str, tuple[int, ...]]
-WIDE = 6  # all models here are as wide as this, and have all the names of the real ones
-
-# --- the names of original files ------------------------------------------------------------------
-
-
-def layer(name: str, *shape: int) -> Shapes:
-    return {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
-
-
-def linear(name: str, rows: int = WIDE, columns: int = WIDE) -> Shapes:
-    return layer(name, rows, columns)
-
-
-def resnet(name: str, has_skip: bool) -> Shapes:
-    shapes = layer(f"{name}.in_layers.0", WIDE) | layer(f"{name}.out_layers.0", WIDE)
-    shapes |= layer(f"{name}.in_layers.2", WIDE, WIDE, 3, 3) | linear(f"{name}.emb_layers.1")
-    shapes |= layer(f"{name}.out_layers.3", WIDE, WIDE, 3, 3)
-    return shapes | (layer(f"{name}.skip_connection", WIDE, WIDE, 1, 1) if has_skip else {})
-
-
-def attention(name: str, depth: int, point: tuple[int, ...]) -> Shapes:
-    shapes = layer(f"{name}.norm", WIDE) | layer(f"{name}.proj_in", WIDE, WIDE, *point)
-    shapes |= layer(f"{name}.proj_out", WIDE, WIDE, *point)
-    for k in range(depth):
-        block = f"{name}.transformer_blocks.{k}"
-        for number in (1, 2):
-            own = f"{block}.attn{number}"
-            shapes |= {f"{own}.to_{part}.weight": (WIDE, WIDE) for part in "qkv"}
-            shapes |= linear(f"{own}.to_out.0")
-        shapes |= linear(f"{block}.ff.net.0.proj", 8 * WIDE) | linear(f"{block}.ff.net.2")
-        for number in (1, 2, 3):
-            shapes |= layer(f"{block}.norm{number}", WIDE)
-    return shapes
-
-
-def unet(depths: tuple[int, ...], middle: int, has_labels: bool, point: tuple[int, ...]) -> Shapes:
-    """depths: for each level, the blocks of its attention."""
-    shapes = linear("time_embed.0") | linear("time_embed.2")
-    if has_labels:
-        shapes |= linear("label_emb.0.0") | linear("label_emb.0.2")
-    shapes |= layer("input_blocks.0.0", WIDE, 4, 3, 3)
-    shapes |= layer("out.0", WIDE) | layer("out.2", 4, WIDE, 3, 3)
-    number = 1
-    for level, depth in enumerate(depths):
-        for k in range(2):
-            shapes |= resnet(f"input_blocks.{number}.0", level in (1, 2) and k == 0)
-            shapes |= attention(f"input_blocks.{number}.1", depth, point) if depth else {}
-            number += 1
-        if level < len(depths) - 1:
-            shapes |= layer(f"input_blocks.{number}.0.op", WIDE, WIDE, 3, 3)
-            number += 1
-    shapes |= resnet("middle_block.0", False) | resnet("middle_block.2", False)
-    shapes |= attention("middle_block.1", middle, point)
-    number = 0
-    for level, depth in reversed(list(enumerate(depths))):
-        for k in range(3):
-            shapes |= resnet(f"output_blocks.{number}.0", True)
-            shapes |= attention(f"output_blocks.{number}.1", depth, point) if depth else {}
-            if k == 2 and level:
-                last = f"output_blocks.{number}.{2 if depth else 1}.conv"
-                shapes |= layer(last, WIDE, WIDE, 3, 3)
-            number += 1
-    return shapes
-
-
-def vae() -> Shapes:
-    shapes = linear("quant_conv", 8, 8) | linear("post_quant_conv", 4, 4)
-    for side, count in (("encoder", 2), ("decoder", 3)):
-        shapes |= layer(f"{side}.conv_in", WIDE, 3, 3, 3) | layer(f"{side}.norm_out", WIDE)
-        shapes |= layer(f"{side}.conv_out", 3, WIDE, 3, 3)
-        for part in ("q", "k", "v", "proj_out"):
-            shapes |= layer(f"{side}.mid.attn_1.{part}", WIDE, WIDE, 1, 1)
-        shapes |= layer(f"{side}.mid.attn_1.norm", WIDE)
-        names = [f"{side}.mid.block_{k}" for k in (1, 2)]
-        way = "down" if side == "encoder" else "up"
-        levels = [(f"{side}.{way}.{level}", level) for level in range(4)]
-        names += [f"{name}.block.{k}" for name, _ in levels for k in range(count)]
-        for name in names:
-            for k in (1, 2):
-                shapes |= layer(f"{name}.norm{k}", WIDE)
-                shapes |= layer(f"{name}.conv{k}", WIDE, WIDE, 3, 3)
-        for name, level in levels:
-            if level in ((1, 2) if side == "encoder" else (0, 1)):
-                shapes |= layer(f"{name}.block.0.nin_shortcut", WIDE, WIDE, 1, 1)
-            if level != (3 if side == "encoder" else 0):
-                shapes |= layer(f"{name}.{way}sample.conv", WIDE, WIDE, 3, 3)
-    return shapes
-
-
-def clip(depth: int) -> Shapes:
-    shapes = {
-        "text_model.embeddings.token_embedding.weight": (40, WIDE),
-        "text_model.embeddings.position_embedding.weight": (7, WIDE),
-    }
-    for k in range(depth):
-        own = f"text_model.encoder.layers.{k}"
-        for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            shapes |= linear(f"{own}.self_attn.{part}")
-        shapes |= linear(f"{own}.mlp.fc1", 4 * WIDE) | linear(f"{own}.mlp.fc2", WIDE, 4 * WIDE)
-        shapes |= layer(f"{own}.layer_norm1", WIDE) | layer(f"{own}.layer_norm2", WIDE)
-    return shapes | layer("text_model.final_layer_norm", WIDE)
-
-
-def open_clip(depth: int) -> Shapes:
-    shapes: Shapes = {
-        "token_embedding.weight": (40, WIDE),
-        "positional_embedding": (7, WIDE),
-        "text_projection": (WIDE, WIDE),
-        "logit_scale": (),
-    }
-    for k in range(depth):
-        own = f"transformer.resblocks.{k}"
-        shapes |= {f"{own}.attn.in_proj_weight": (3 * WIDE, WIDE)}
-        shapes |= {f"{own}.attn.in_proj_bias": (3 * WIDE,)} | linear(f"{own}.attn.out_proj")
-        shapes |= linear(f"{own}.mlp.c_fc", 4 * WIDE) | linear(f"{own}.mlp.c_proj", WIDE, 4 * WIDE)
-        shapes |= layer(f"{own}.ln_1", WIDE) | layer(f"{own}.ln_2", WIDE)
-    return shapes | layer("ln_final", WIDE)
-
-
-def flux(double: int, single: int, wide: int = WIDE) -> Shapes:
-    """wide: rows of what diffusers' own conversion cuts by a number that it knows."""
-    shapes = linear("img_in") | linear("txt_in")
-    for name in ("time_in", "vector_in", "guidance_in"):
-        shapes |= linear(f"{name}.in_layer") | linear(f"{name}.out_layer")
-    for k in range(double):
-        for side in ("img", "txt"):
-            own = f"double_blocks.{k}.{side}"
-            shapes |= linear(f"{own}_mod.lin", 6 * WIDE) | linear(f"{own}_attn.qkv", 3 * WIDE)
-            shapes |= linear(f"{own}_attn.proj") | linear(f"{own}_mlp.0", 4 * WIDE)
-            shapes |= linear(f"{own}_mlp.2", WIDE, 4 * WIDE)
-            norm = f"{own}_attn.norm"
-            shapes |= {f"{norm}.{part}_norm.scale": (WIDE,) for part in ("query", "key")}
-    for k in range(single):
-        own = f"single_blocks.{k}"
-        shapes |= linear(f"{own}.modulation.lin", 3 * WIDE)
-        shapes |= linear(f"{own}.linear1", 7 * wide, 1) | linear(f"{own}.linear2", WIDE, 5 * WIDE)
-        shapes |= {f"{own}.norm.{part}_norm.scale": (WIDE,) for part in ("query", "key")}
-    shapes |= linear("final_layer.adaLN_modulation.1", 2 * WIDE)
-    return shapes | linear("final_layer.linear", 4)
-
-
-def sd3(depth: int, dual: int, has_norms: bool) -> Shapes:
-    """dual: how many blocks have two attentions."""
-    shapes: Shapes = {"pos_embed": (1, 9, WIDE)} | layer("x_embedder.proj", WIDE, 4, 2, 2)
-    for name in ("t_embedder.mlp.0", "t_embedder.mlp.2", "y_embedder.mlp.0", "y_embedder.mlp.2"):
-        shapes |= linear(name)
-    for k in range(depth):
-        for side in ("x_block", "context_block"):
-            own = f"joint_blocks.{k}.{side}"
-            is_end = k == depth - 1 and side == "context_block"
-            names = ["attn", "attn2"] if k < dual and side == "x_block" else ["attn"]
-            for name in names:
-                shapes |= linear(f"{own}.{name}.qkv", 3 * WIDE)
-                shapes |= {f"{own}.{name}.ln_{p}.weight": (WIDE,) for p in "qk" if has_norms}
-                shapes |= {} if is_end else linear(f"{own}.{name}.proj")
-            parts = 2 if is_end else 3 * (len(names) + 1)
-            shapes |= linear(f"{own}.adaLN_modulation.1", parts * WIDE)
-            if not is_end:
-                shapes |= linear(f"{own}.mlp.fc1", 4 * WIDE) | linear(f"{own}.mlp.fc2")
-    shapes |= linear("context_embedder") | linear("final_layer.linear", 4)
-    return shapes | linear("final_layer.adaLN_modulation.1", 2 * WIDE)
-
-
-def put(prefix: str, shapes: Shapes) -> Shapes:
-    return {prefix + name: shape for name, shape in shapes.items()}
-
-
+WIDE = 6  # all models here are as wide as this
 UNET = "model.diffusion_model."
 VAE = "first_stage_model."
-# By family: the shapes of an original file.
-FILES = {
-    "sd": {
-        **put(UNET, unet((1, 1, 1, 0), 1, False, (1, 1))),
-        **put("cond_stage_model.transformer.", clip(12)),
-        **put(VAE, vae()),
-    },
-    "sd2": {
-        **put(UNET, unet((1, 1, 1, 0), 1, False, ())),
-        **put("cond_stage_model.model.", open_clip(23)),
-    },
-    "sdxl": {
-        **put(UNET, unet((0, 2, 10), 10, True, ())),
-        **put("conditioner.embedders.0.transformer.", clip(12)),
-        **put("conditioner.embedders.1.model.", open_clip(32)),
-        **put(VAE, vae()),
-    },
-    "flux": flux(19, 38),
+# By family: the weights of an original file, each with its shape and what diffusers makes of it,
+# as its own conversion named them: one tensor, or several of its rows, one after the other.
+NAMES: dict[str, Any] = read_json(Path(__file__).with_name("diffusion_names.json"))
+NAMES["sd3.5"] = json.loads(json.dumps(NAMES["sd3"]).replace("blocks.23.", "blocks.37."))
+FILES: dict[str, Shapes] = {
+    family: {name: tuple(shape) for name, (shape, _) in names.items()}
+    for family, names in NAMES.items()
 }
-
-
-def number(shapes: Shapes, dtype: torch.dtype = F32) -> Tensors:
-    """A model whose values are all different: the place of a value tells which it is."""
-    made = {}
-    start = 0
-    for name, shape in shapes.items():
-        tensor = torch.arange(start, start + int(np.prod(shape)), dtype=torch.int32).reshape(shape)
-        start += tensor.numel()
-        made[name] = tensor.view(F32) if dtype == F32 else tensor.to(dtype)
-    return made
-
-
-def read_ways(path: Path) -> Tensors:
-    """All tensors of a model by the names that the map has for them."""
-    found = {}
-    with closing(open_source(Source.of(path), None)) as model:
-        for name, info in list_ways(model.tensors, find_homes(model.tensors)).items():
-            made = np.empty(info.nbytes, np.uint8)
-            half = info.count // 2  # not all at once
-            item = info.nbytes // max(info.count, 1)
-            model.read(info, 0, half, made[: half * item])
-            model.read(info, half, info.count - half, made[half * item :])
-            dtype = {"F32": F32, "BF16": BF16}[info.dtype]
-            found[name] = torch.from_numpy(made).view(dtype).reshape(info.shape)
-    return found
-
-
-# --- the names of diffusers, by hand --------------------------------------------------------------
-
-RESNET = {
-    "in_layers.0": "norm1",
-    "in_layers.2": "conv1",
-    "emb_layers.1": "time_emb_proj",
-    "out_layers.0": "norm2",
-    "out_layers.3": "conv2",
-    "skip_connection": "conv_shortcut",
-}
-UNET_ENDS = {
-    "time_embed.0": "time_embedding.linear_1",
-    "time_embed.2": "time_embedding.linear_2",
-    "label_emb.0.0": "add_embedding.linear_1",
-    "label_emb.0.2": "add_embedding.linear_2",
-    "input_blocks.0.0": "conv_in",
-    "out.0": "conv_norm_out",
-    "out.2": "conv_out",
-}
-VAE_WORDS = {
-    ".mid.attn_1.": ".mid_block.attentions.0.",
-    ".mid.block_1.": ".mid_block.resnets.0.",
-    ".mid.block_2.": ".mid_block.resnets.1.",
-    ".norm.": ".group_norm.",
-    ".q.": ".to_q.",
-    ".k.": ".to_k.",
-    ".v.": ".to_v.",
-    ".proj_out.": ".to_out.0.",
-    ".nin_shortcut.": ".conv_shortcut.",
-    "coder.norm_out.": "coder.conv_norm_out.",
-    ".block.": ".resnets.",
-    ".downsample.": ".downsamplers.0.",
-    ".upsample.": ".upsamplers.0.",
-}
-CLIP_WORDS = {
-    "transformer.resblocks.": "text_model.encoder.layers.",
-    ".attn.": ".self_attn.",
-    "ln_1": "layer_norm1",
-    "ln_2": "layer_norm2",
-    "c_fc": "fc1",
-    "c_proj": "fc2",
-    "ln_final": "text_model.final_layer_norm",
-    "token_embedding": "text_model.embeddings.token_embedding",
-    "positional_embedding": "text_model.embeddings.position_embedding.weight",
-    "text_projection": "text_projection.weight",
-}
-FLUX_WORDS = {
-    "single_blocks.": "single_transformer_blocks.",
-    "double_blocks.": "transformer_blocks.",
-    "img_in.": "x_embedder.",
-    "txt_in.": "context_embedder.",
-    "time_in.": "time_text_embed.timestep_embedder.",
-    "vector_in.": "time_text_embed.text_embedder.",
-    "guidance_in.": "time_text_embed.guidance_embedder.",
-    "in_layer.": "linear_1.",
-    "out_layer.": "linear_2.",
-    "img_mod.lin.": "norm1.linear.",
-    "txt_mod.lin.": "norm1_context.linear.",
-    "modulation.lin.": "norm.linear.",
-    "img_attn.norm.query_norm.scale": "attn.norm_q.weight",
-    "img_attn.norm.key_norm.scale": "attn.norm_k.weight",
-    "txt_attn.norm.query_norm.scale": "attn.norm_added_q.weight",
-    "txt_attn.norm.key_norm.scale": "attn.norm_added_k.weight",
-    ".norm.query_norm.scale": ".attn.norm_q.weight",
-    ".norm.key_norm.scale": ".attn.norm_k.weight",
-    "img_attn.proj.": "attn.to_out.0.",
-    "txt_attn.proj.": "attn.to_add_out.",
-    "img_mlp.0.": "ff.net.0.proj.",
-    "img_mlp.2.": "ff.net.2.",
-    "txt_mlp.0.": "ff_context.net.0.proj.",
-    "txt_mlp.2.": "ff_context.net.2.",
-    "linear2.": "proj_out.",
-    "final_layer.linear.": "proj_out.",
-}
-
-
-def replace_words(name: str, words: dict[str, str]) -> str:
-    for old, new in words.items():
-        name = name.replace(old, new)
-    return name
-
-
-def name_unet(name: str) -> str:
-    module, _, end = name.rpartition(".")
-    if module in UNET_ENDS:
-        return f"{UNET_ENDS[module]}.{end}"
-    side, first, *rest = module.split(".")
-    if side == "middle_block":
-        kind = "attentions.0" if first == "1" else f"resnets.{int(first) // 2}"
-        inside = ".".join(rest)
-        block = f"mid_block.{kind}"
-    else:
-        way = "down" if side == "input_blocks" else "up"
-        level, k = divmod(int(first) - (way == "down"), 3)
-        inside = ".".join(rest[1:])
-        kind = f"resnets.{k}" if rest[0] == "0" else f"attentions.{k}"
-        if inside in ("op", "conv"):
-            kind = f"{way}samplers.0"
-            inside = "conv"
-        block = f"{way}_blocks.{level}.{kind}"
-    return ".".join([block, RESNET.get(inside, inside), end])
-
-
-def name_vae(name: str) -> str:
-    parts = name.split(".")
-    if parts[1] in ("down", "up"):
-        level = int(parts[2])
-        parts[1] += "_blocks"
-        parts[2] = str(level if parts[1] == "down_blocks" else 3 - level)
-    return replace_words(".".join(parts), VAE_WORDS)
-
-
-def cut(names: list[str], tensor: torch.Tensor, rows: list[int]) -> Tensors:
-    return dict(zip(names, tensor.split(rows), strict=True))
-
-
-def name_clip(name: str, tensor: torch.Tensor) -> Tensors:
-    if name.startswith("text_model."):
-        return {name: tensor}
-    new = replace_words(name, CLIP_WORDS)
-    if "in_proj_" in new:
-        start, _, kind = new.partition("in_proj_")
-        names = [f"{start}{part}_proj.{kind}" for part in "qkv"]
-        return cut(names, tensor, [len(tensor) // 3] * 3)
-    return {new: tensor.T.contiguous() if name == "text_projection" else tensor}
-
-
-def name_flux(name: str, tensor: torch.Tensor) -> Tensors:
-    new = replace_words(name, FLUX_WORDS)
-    start, _, kind = new.rpartition(".")
-    block = start.rpartition(".")[0]
-    third = [len(tensor) // 3] * 3
-    if start.endswith("img_attn.qkv"):
-        names = [f"{block[: -len('img_attn')]}attn.to_{part}.{kind}" for part in "qkv"]
-        return cut(names, tensor, third)
-    if start.endswith("txt_attn.qkv"):
-        names = [f"{block[: -len('txt_attn')]}attn.add_{part}_proj.{kind}" for part in "qkv"]
-        return cut(names, tensor, third)
-    if start.endswith("linear1"):
-        names = [f"{block}.attn.to_{part}.{kind}" for part in "qkv"]
-        wide = len(tensor) // 7
-        return cut([*names, f"{block}.proj_mlp.{kind}"], tensor, [wide, wide, wide, 4 * wide])
-    if name.startswith("final_layer.adaLN"):
-        shift, scale = tensor.chunk(2)
-        return {f"norm_out.linear.{kind}": torch.cat([scale, shift])}
-    return {new: tensor}
-
-
-# What stands before names in original files, and which component it is.
-PREFIXES = {
+# Where shift and scale are the other way round.
+SWAPPED = re.compile(r"(final_layer|joint_blocks\.(23|37)\.context_block)\.adaLN_modulation")
+COMPONENTS = {
     UNET: "unet/",
     VAE: "vae/",
     "cond_stage_model.transformer.": "text_encoder/",
@@ -408,76 +58,111 @@ PREFIXES = {
     "conditioner.embedders.1.model.": "text_encoder_2/",
     "": "transformer/",
 }
-POINT = re.compile(r"mid\.attn_1\.(q|k|v|proj_out)\.weight")
 
 
-def to_diffusers(tensors: Tensors) -> Tensors:
+def put(prefix: str, shapes: Shapes) -> Shapes:
+    return {prefix + name: shape for name, shape in shapes.items()}
+
+
+def to_diffusers(tensors: Tensors, family: str) -> Tensors:
     """What diffusers makes of an original file, with the component before each name."""
     made: Tensors = {}
     for name, tensor in tensors.items():
-        prefix = next(each for each in PREFIXES if name.startswith(each))
-        component = PREFIXES[prefix]
-        inside = name.removeprefix(prefix)
-        found = {inside: tensor}
-        if component == "unet/":
-            found = {name_unet(inside): tensor}
-        elif component == "vae/":
-            is_point = POINT.search(name)
-            found = {name_vae(inside): tensor.reshape(WIDE, WIDE) if is_point else tensor}
-        elif component == "transformer/":
-            found = name_flux(inside, tensor)
-        elif inside != "logit_scale":
-            found = name_clip(inside, tensor)
-        made |= {component + new: value for new, value in found.items()}
+        _, named = NAMES[family][name]
+        if SWAPPED.match(name):
+            tensor = torch.cat(tensor.chunk(2)[::-1])
+        if name.endswith("text_projection"):
+            tensor = tensor.T
+        parts = tensor.split([shape[0] for shape in named.values()])
+        pairs = zip(named.items(), parts, strict=True)
+        made |= {new: part.reshape(shape).contiguous() for (new, shape), part in pairs}
     return made
 
 
-def convert_by_diffusers(tensors: Tensors) -> Tensors:
-    """The components of an original file as diffusers itself converts them."""
-    from diffusers.loaders import single_file_utils as own
-
-    config: Any = {"layers_per_block": 2, "down_block_types": [""] * 4, "up_block_types": [""] * 4}
-    if any("label_emb" in name for name in tensors):
-        config["addition_embed_type"] = "text_time"
-    model = SimpleNamespace(config=SimpleNamespace(hidden_size=WIDE))
-    made: Tensors = {}
-    for prefix in {p: None for name in tensors for p in PREFIXES if name.startswith(p)}:
-        component = PREFIXES[prefix]
-        part = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-        if component == "unet/":
-            found = own.convert_ldm_unet_checkpoint(part, config)
-        elif component == "vae/":
-            found = own.convert_ldm_vae_checkpoint(part, config)
-        elif component == "transformer/":
-            is_flux = not tensors.keys() & {f"{UNET}out.2.weight"}
-            found = own.convert_flux_transformer_checkpoint_to_diffusers(part) if is_flux else {}
-        elif prefix.endswith("model."):
-            found = own.convert_open_clip_checkpoint(model, part, prefix)
-        else:
-            found = own.convert_ldm_clip_checkpoint(part)
-        made |= {component + name: tensor for name, tensor in found.items()}
+def number(shapes: Shapes) -> Tensors:
+    """A model whose values are all different: the place of a value tells which it is."""
+    made = {}
+    start = 0
+    for name, shape in shapes.items():
+        tensor = torch.arange(start, start + int(np.prod(shape)), dtype=torch.int32)
+        start += tensor.numel()
+        made[name] = tensor.reshape(shape).view(F32)
     return made
 
 
-# --- claims ---------------------------------------------------------------------------------------
+def randomise(shapes: Shapes, dtype: torch.dtype = F32) -> Tensors:
+    """A base of weights so unlike each other that none can be taken for another's."""
+    return {name: 20 * tensor for name, tensor in random_model(5, dtype, shapes).items()}
+
+
+def read_ways(path: Path) -> Tensors:
+    """All tensors of a model by the names that the map has for them."""
+    found = {}
+    with closing(open_source(Source.of(path), None)) as model:
+        for name, info in list_ways(model.tensors, find_homes(model.tensors)).items():
+            made = np.empty(info.count, np.float32)
+            half = info.count // 2  # not all at once
+            model.read(info, 0, half, made[:half].view(np.uint8))
+            model.read(info, half, info.count - half, made[half:].view(np.uint8))
+            found[name] = torch.from_numpy(made).reshape(info.shape)
+    return found
+
+
+def choose(family: str) -> Shapes:
+    """Those that are not simply called otherwise, and some of the rest: each file takes a while."""
+    needed = (
+        r"\.1\.0\.in_layers\.0|blocks\.0\.1\.norm|up\.[03]\.block\.0\.norm1|attn_1|proj|emb|conv"
+    )
+    shapes = FILES[family].items()
+    return {n: s for k, (n, s) in enumerate(shapes) if k % 25 == 0 or re.search(needed, n)}
+
+
+SMALL = {"sd": choose("sd"), "sdxl": choose("sdxl"), "flux": FILES["flux"]}
+
+
+# --- names ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FILES)
 def test_every_tensor_has_the_names_of_both_kinds(tmp_path: Path, family: str) -> None:
     original = number(FILES[family])
-    named = to_diffusers(original)
-    components = {
-        PREFIXES[prefix] + name.removeprefix(prefix): tensor
-        for name, tensor in original.items()
-        for prefix in [next(each for each in PREFIXES if name.startswith(each))]
-    }
+    named = to_diffusers(original, family)
+    both = dict(named)
+    for name, tensor in original.items():
+        prefix = next(each for each in COMPONENTS if name.startswith(each))
+        both[COMPONENTS[prefix] + name.removeprefix(prefix)] = tensor
     for path in save(tmp_path, original=original, named=named):
         ways = read_ways(path)
-        both = named | {
-            name: tensor for name, tensor in components.items() if "logit_scale" not in name
-        }
-        assert both.keys() <= ways.keys()
         assert_same({name: ways[name] for name in both}, both)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["sd", "sd2", "sdxl"])
+def test_these_names_are_those_of_diffusers(family: str) -> None:
+    """Its conversions of the others want models of full size, from which these were recorded."""
+    own = pytest.importorskip("diffusers.loaders.single_file_utils")
+    original = number(FILES[family])
+    biases = {name.replace(".weight", ".bias"): torch.zeros(WIDE) for name in original}
+    config: Any = {"layers_per_block": 2, "down_block_types": [""] * 4, "up_block_types": [""] * 4}
+    if family == "sdxl":
+        config["addition_embed_type"] = "text_time"
+    model = SimpleNamespace(config=SimpleNamespace(hidden_size=WIDE))
+    made: Tensors = {}
+    for prefix in {p: None for name in original for p in COMPONENTS if p and name.startswith(p)}:
+        part = {n: t for n, t in (biases | original).items() if n.startswith(prefix)}
+        if prefix == UNET:
+            found = own.convert_ldm_unet_checkpoint(part, config)
+        elif prefix == VAE:
+            found = own.convert_ldm_vae_checkpoint(part, config)
+        elif prefix.endswith("model."):
+            found = own.convert_open_clip_checkpoint(model, part, prefix)
+        else:
+            found = own.convert_ldm_clip_checkpoint(part)
+        made |= {COMPONENTS[prefix] + name: tensor for name, tensor in found.items()}
+    mine = to_diffusers(original, family)
+    if family == "sd2":  # whose text encoder has no projection in diffusers
+        del mine["text_encoder/text_projection.weight"]
+    assert_same({name: made[name] for name in mine}, mine)
 
 
 def test_names_of_any_length_are_read_at_once(tmp_path: Path) -> None:
@@ -485,7 +170,7 @@ def test_names_of_any_length_are_read_at_once(tmp_path: Path) -> None:
     known = {key for own in MAPS for table in (*own.shares, own.others) for key in table}
     assert max(map(len, known)) <= LONGEST
     long: Shapes = {f"{k}{'.' * 10_000}": (1,) for k in range(100)}
-    path = save(tmp_path, long=number({**choose("sd"), **put(UNET, long)}))[0]
+    path = save(tmp_path, long=number({**SMALL["sd"], **put(UNET, long)}))[0]
     started = time.process_time()
     assert put("unet/", long).keys() <= read_ways(path).keys()
     assert time.process_time() - started < 5
@@ -501,250 +186,91 @@ def test_a_projection_larger_than_any_has_no_other_name(tmp_path: Path) -> None:
     assert "text_encoder_2/text_projection" not in ways
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FILES)
-def test_these_names_are_those_of_diffusers(family: str) -> None:
-    pytest.importorskip("diffusers")
-    # Its conversion of Flux knows how wide the real one is.
-    original = number(flux(19, 38, 3072) if family == "flux" else FILES[family])
-    theirs = convert_by_diffusers(dict(original))
-    mine = {name: t for name, t in to_diffusers(original).items() if "logit_scale" not in name}
-    if family == "sd2":  # whose text encoder has no projection in diffusers
-        del mine["text_encoder/text_projection.weight"]
-    assert_same(mine, theirs)
+# --- merges ---------------------------------------------------------------------------------------
 
 
-def test_the_last_block_of_sd3_has_shift_and_scale_swapped(tmp_path: Path) -> None:
-    original = number(sd3(24, 13, True))
-    ways = read_ways(save(tmp_path, original=original)[0])
-    block = "joint_blocks.{}.context_block.adaLN_modulation.1.bias"
-    place = "transformer/transformer_blocks.{}.norm1_context.linear.bias"
-    assert_same({"": ways[place.format(22)]}, {"": original[block.format(22)]})
-    shift, scale = original[block.format(23)].chunk(2)
-    assert_same({"": ways[place.format(23)]}, {"": torch.cat([scale, shift])})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", [(24, 0, False), (38, 0, True), (24, 13, True)], ids=str)
-def test_the_names_of_sd3_are_those_of_diffusers(
-    tmp_path: Path, shape: tuple[int, int, bool]
-) -> None:
-    own = pytest.importorskip("diffusers.loaders.single_file_utils")
-    original = number(sd3(*shape))
-    made = own.convert_sd3_transformer_checkpoint_to_diffusers(dict(original))
-    named = {name: tensor.clone() for name, tensor in made.items()}
-    for path in save(tmp_path, original=original, named=named):
-        ways = read_ways(path)
-        for wanted in (original, named):
-            assert_same({name: ways[f"transformer/{name}"] for name in wanted}, wanted)
-
-
-# By these a component is recognised, or they are not simply called otherwise.
-NEEDED = re.compile(
-    r"\.1\.0\.in_layers\.0\.w|blocks\.0\.1\.norm\.w|up\.[03]\.block\.0\.norm1\.w|attn_1|q_proj|in_proj"
-    r"|text_projection|token_emb|positional|conv\.w|skip"
+@pytest.mark.parametrize(
+    ("family", "dtype", "config"),
+    [
+        ("sd", BF16, {"drop_rate": 0.5}),
+        ("sdxl", BF16, {"drop_rate": 0.5}),
+        ("flux", F32, {"drop_rate": 0.9, "method": "ties"}),
+    ],
 )
-
-
-def choose(family: str) -> Shapes:
-    """A few tensors of each kind of a whole model: each file takes a while."""
-    shapes = FILES[family].items()
-    return {name: s for k, (name, s) in enumerate(shapes) if k % 25 == 0 or NEEDED.search(name)}
-
-
-SMALL = {"sd": choose("sd"), "sdxl": choose("sdxl"), "flux": flux(2, 3)}
-
-
-def randomise(shapes: Shapes, dtype: torch.dtype) -> Tensors:
-    """A base of weights so unlike each other that none can be taken for another's."""
-    generator = torch.Generator().manual_seed(5)
-    return {
-        name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()
-    }
-
-
-def to_original(tensors: Tensors, like: Tensors) -> Tensors:
-    """A model in diffusers' names by those of an original file, which is given."""
-    places = number({name: tuple(tensor.shape) for name, tensor in like.items()})
-    made = {name: torch.empty_like(tensor) for name, tensor in like.items()}
-    flat = torch.cat([tensor.reshape(-1) for tensor in made.values()])
-    for name, where in to_diffusers(places).items():
-        flat[where.contiguous().view(torch.int32).reshape(-1).long()] = tensors[name].reshape(-1)
-    ends = torch.tensor([tensor.numel() for tensor in made.values()]).cumsum(0)[:-1]
-    pairs = zip(made.items(), flat.tensor_split(ends), strict=True)
-    return {name: part.reshape(tensor.shape).clone() for (name, tensor), part in pairs}
-
-
-SETTINGS: list[tuple[torch.dtype, dict[str, Any]]] = [
-    (BF16, {"drop_rate": 0.5}),
-    (F32, {"drop_rate": 0.9, "method": "ties"}),
-]
-
-
-@pytest.mark.parametrize(("dtype", "config"), SETTINGS, ids=["bf16", "fp32"])
-@pytest.mark.parametrize("family", SMALL)
 def test_fine_tunes_of_one_kind_merge_onto_a_base_of_the_other(
-    tmp_path: Path, capsys: Capture, family: str, dtype: torch.dtype, config: dict[str, Any]
+    tmp_path: Path, family: str, dtype: torch.dtype, config: dict[str, Any]
 ) -> None:
     original = randomise(SMALL[family], dtype)
-    tuned = [finetune(original, k, 0.01) for k in (1, 2)]
-    named = to_diffusers(original)
-    paths = save(tmp_path, original=original, named=named, o1=tuned[0], o2=tuned[1])
-    paths += save(tmp_path, d1=to_diffusers(tuned[0]), d2=to_diffusers(tuned[1]))
-    base, other, *models = paths
-    crossed = merge_paths(base, models[2:], tmp_path / "x.safetensors", **config)
-    assert_same(crossed, merge_paths(base, models[:2], tmp_path / "y.safetensors", **config))
-    crossed = merge_paths(other, models[:2], tmp_path / "x.safetensors", **config)
-    assert_same(crossed, merge_paths(other, models[2:], tmp_path / "y.safetensors", **config))
+    models = [original, *(finetune(original, k, 0.01) for k in (1, 2))]
+    kinds = []
+    for kind in ("original", "named"):
+        own = models if kind == "original" else [to_diffusers(each, family) for each in models]
+        kinds.append(save(tmp_path / kind, base=own[0], one=own[1], two=own[2]))
+    for base, *same in kinds:
+        [others] = [each[1:] for each in kinds if each[0] != base]
+        crossed, plain = (
+            merge_paths(base, paths, tmp_path / "x.safetensors", engine="plain", **config)
+            for paths in (others, same)
+        )
+        assert_same(crossed, plain)
 
 
-def test_what_is_made_of_pieces_is_packed_and_compared_like_what_is_stored(
-    tmp_path: Path, capsys: Capture
-) -> None:
-    original = randomise(SMALL["flux"], F32)
-    tuned = finetune(original, 1, 0.01)
-    named = to_diffusers(tuned)
-    base, *models = save(
-        tmp_path, base=original, tuned=tuned, named=named, same=to_diffusers(original)
-    )
-    outputs = []
-    for model in models[:2]:
-        packed = tmp_path / f"packed-{model.name}"
-        run("pack", "-q", "-b", base, "-m", model, "-o", packed, "--drop-rate", 0.5)
-        config = {"drop_rate": 0.5, "engine": "plain"}
-        outputs.append(merge_paths(base, [packed], tmp_path / "out.safetensors", **config))
+@pytest.mark.parametrize("kind", ["packed", "fp8", "fine-tune"])
+def test_what_is_made_of_pieces_is_read_like_what_is_stored(tmp_path: Path, kind: str) -> None:
+    original = randomise(FILES["flux"])
+    tuned = finetune(original, 1, 0.5)
+    if kind == "fp8":
+        tuned = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in tuned.items()}
+    base, *models = save(tmp_path, base=original, tuned=tuned, named=to_diffusers(tuned, "flux"))
+    if kind == "packed":
+        for model in models:
+            packed = tmp_path / f"packed-{model.name}"
+            run("pack", "-q", "-b", base, "-m", model, "-o", packed, "--drop-rate", 0.5)
+        models = [tmp_path / f"packed-{model.name}" for model in models]
+    out = tmp_path / "out.safetensors"
+    outputs = [merge_paths(base, [m], out, drop_rate=0.5, engine="plain") for m in models]
     assert_same(*outputs)
-    rule = ["--rule", "*qkv*:lambda_coeff=0"]
-    run("-b", base, "-m", models[2], "-o", tmp_path / "x.safetensors", "--engine=plain", *rule)
-    assert "identical to the base" in capsys.readouterr().err
-    run("verify", "-q", tmp_path / "x.safetensors", "--engine=plain")
-
-
-def test_what_was_packed_against_one_kind_of_names_wants_that_base(
-    tmp_path: Path, check_refused: Refusal
-) -> None:
-    original = randomise(SMALL["flux"], F32)
-    base, model, other = save(
-        tmp_path, base=original, model=finetune(original, 1, 0.01), other=to_diffusers(original)
-    )
-    packed = tmp_path / "packed.safetensors"
-    run("pack", "-q", "-b", base, "-m", model, "-o", packed, "--drop-rate", 0.5)
-    check_refused(other, packed, "give the base that it was packed against")
+    run("verify", "-q", out, "--engine=plain")
 
 
 def test_what_is_used_in_part_is_reported(tmp_path: Path, capsys: Capture) -> None:
-    original = randomise(SMALL["flux"], F32)
-    named = to_diffusers(original)
+    original = randomise(FILES["flux"])
+    named = to_diffusers(original, "flux")
     del named["transformer/transformer_blocks.0.attn.to_k.weight"]
     base, model = save(tmp_path, base=named, model=finetune(original, 1, 0.01))
-    run("-b", base, "-m", model, "-o", tmp_path / "out.safetensors", "--drop-rate=0")
-    shown = capsys.readouterr()
-    assert "1 tensor that the base lacks" in shown.err + shown.out
-    assert "'double_blocks.0.img_attn.qkv.weight'" in shown.err + shown.out
-
-
-def test_pieces_of_fp8_are_read_like_what_is_stored(tmp_path: Path) -> None:
-    original = randomise(SMALL["flux"], BF16)
-    tuned = {
-        name: tensor.to(torch.float8_e4m3fn) if tensor.ndim > 1 else tensor
-        for name, tensor in finetune(original, 1, 0.5).items()
-    }
-    paths = save(tmp_path, base=original, tuned=tuned, named=to_diffusers(tuned))
-    base, *models = paths
-    config = {"drop_rate": 0.5, "engine": "plain"}
-    outputs = [merge_paths(base, [m], tmp_path / f"x-{m.name}", **config) for m in models]
-    assert_same(*outputs)
-
-
-# --- adapters -------------------------------------------------------------------------------------
-
-
-def products(shapes: Shapes) -> tuple[Tensors, Tensors]:
-    """An adapter of PEFT's on these tensors, and the changes that it makes."""
-    pairs: Tensors = {}
-    changes: Tensors = {}
-    for k, (name, shape) in enumerate(shapes.items()):
-        module = name.removesuffix(".weight")
-        own = low_rank(module, (shape[0], shape[1]), seed=k)
-        a, b = own.values()
-        pairs |= own
-        changes[name] = 2 * (b @ a).reshape(shape)
-    return pairs, changes
-
-
-DIFFUSERS_SIDE = {
-    "transformer/transformer_blocks.0.attn.to_q.weight": (WIDE, WIDE),
-    "transformer/transformer_blocks.0.attn.to_v.weight": (WIDE, WIDE),
-    "transformer/transformer_blocks.1.attn.add_k_proj.weight": (WIDE, WIDE),
-    "transformer/transformer_blocks.1.ff.net.2.weight": (WIDE, 4 * WIDE),
-    "transformer/single_transformer_blocks.2.proj_mlp.weight": (4 * WIDE, 1),
-    "transformer/norm_out.linear.weight": (2 * WIDE, WIDE),
-}
-ORIGINAL_SIDE = {
-    "transformer/double_blocks.0.img_attn.qkv.weight": (3 * WIDE, WIDE),
-    "transformer/double_blocks.1.txt_mlp.0.weight": (4 * WIDE, WIDE),
-    "transformer/single_blocks.1.linear1.weight": (7 * WIDE, 1),
-    "transformer/final_layer.adaLN_modulation.1.weight": (2 * WIDE, WIDE),
-}
+    run("-b", base, "-m", model, "-o", tmp_path / "out.safetensors", "--engine=plain")
+    shown = "".join(capsys.readouterr())
+    assert "1 tensor that the base lacks" in shown
+    assert "'double_blocks.0.img_attn.qkv.weight'" in shown
 
 
 @pytest.mark.parametrize(
-    ("shapes", "is_original"),
-    [
-        (DIFFUSERS_SIDE, True),
-        (DIFFUSERS_SIDE, False),
-        (ORIGINAL_SIDE, True),
-        (ORIGINAL_SIDE, False),
-    ],
-)
-def test_an_adapter_changes_the_same_weights_by_either_name(
-    tmp_path: Path, shapes: Shapes, is_original: bool
-) -> None:
-    """What it leaves alone in a stacked tensor stays as it was."""
-    original = randomise(SMALL["flux"], F32)
-    named = to_diffusers(original)
-    pairs, changes = products(shapes)
-    adapter = write_adapter(tmp_path / "adapter", pairs)
-    [base] = save(tmp_path, base=original if is_original else named)
-    merged = merge_paths(base, [adapter], tmp_path / "out.safetensors", drop_rate=0)
-    ways = named | {f"transformer/{name}": tensor for name, tensor in original.items()}
-    ways |= {name: ways[name] + change for name, change in changes.items()}
-    if shapes is ORIGINAL_SIDE:
-        expected = {name: ways[f"transformer/{name}"] for name in original}
-    else:
-        expected = to_original({name: ways[name] for name in named}, original)
-    found = merged if is_original else to_original(merged, original)
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-6)
-
-
-def test_a_change_of_as_many_elements_in_another_shape_is_refused(
-    tmp_path: Path, check_refused: Refusal
-) -> None:
-    [base] = save(tmp_path, base=randomise(SMALL["flux"], F32))
-    pairs = low_rank("transformer/transformer_blocks.0.ff.net.0.proj", (2 * WIDE, 2 * WIDE))
-    words = "is [24, 6] in the base, and [12, 12]"
-    check_refused(base, write_adapter(tmp_path / "adapter", pairs), words)
-
-
-@pytest.mark.parametrize(
-    ("names", "words"),
+    ("modules", "words"),
     [
         (
-            ["double_blocks.0.img_attn.qkv", "transformer/transformer_blocks.0.attn.to_k"],
+            {
+                "double_blocks.0.img_attn.qkv": (3 * WIDE, WIDE),
+                "transformer/transformer_blocks.0.attn.to_k": (WIDE, WIDE),
+            },
             "changes 'double_blocks.0.img_attn.qkv.weight' twice",
         ),
-        (["transformer/transformer_blocks.0.attn.to_q"], "is [6, 6] in the base, and [18, 6]"),
+        (
+            {"transformer/transformer_blocks.0.attn.to_q": (3 * WIDE, WIDE)},
+            "is [6, 6] in the base, and [18, 6]",
+        ),
+        (
+            {"transformer/transformer_blocks.0.ff.net.0.proj": (2 * WIDE, 2 * WIDE)},
+            "is [24, 6] in the base, and [12, 12]",
+        ),
     ],
 )
-def test_what_does_not_fit_is_refused(
-    tmp_path: Path, check_refused: Refusal, names: list[str], words: str
+def test_an_adapter_that_does_not_fit_is_refused(
+    tmp_path: Path, check_refused: Refusal, modules: dict[str, tuple[int, int]], words: str
 ) -> None:
-    [base] = save(tmp_path, base=randomise(SMALL["flux"], F32))
-    rows = [3 * WIDE, WIDE][: len(names)]
+    [base] = save(tmp_path, base=randomise(FILES["flux"]))
     pairs: Tensors = {}
-    for name, height in zip(names, rows, strict=True):
-        pairs |= low_rank(name, (height, WIDE))
+    for name, shape in modules.items():
+        pairs |= low_rank(name, shape)
     check_refused(base, write_adapter(tmp_path / "adapter", pairs), words)
 
 
@@ -775,10 +301,9 @@ def load_pipeline(folder: Path) -> Tensors:
 @pytest.mark.parametrize("family", SMALL)
 def test_a_pipeline_becomes_one_file_and_that_becomes_it_again(tmp_path: Path, family: str) -> None:
     original = randomise(SMALL[family], BF16)
-    original.pop("conditioner.embedders.1.model.logit_scale", None)
-    named = to_diffusers(original)
-    other = {name: torch.zeros_like(tensor) for name, tensor in named.items()}
+    named = to_diffusers(original, family)
     old = put_pipeline(tmp_path / "old", named)
+    other = {name: torch.zeros_like(tensor) for name, tensor in named.items()}
     form = put_pipeline(tmp_path / "form", other)
     one = tmp_path / "one.safetensors"
     run("convert", "-q", old, one)
@@ -790,24 +315,27 @@ def test_a_pipeline_becomes_one_file_and_that_becomes_it_again(tmp_path: Path, f
     assert_same(load_file(tmp_path / "other.safetensors"), original)
 
 
-T5 = {"encoder.block.0.layer.0.SelfAttention.q.weight": (WIDE, WIDE)}
-PROJECTED = {**clip(1), "text_projection.weight": (WIDE, WIDE)}
+CLIP: Shapes = {
+    "text_model.embeddings.token_embedding.weight": (40, WIDE),
+    "text_model.encoder.layers.0.self_attn.q_proj.weight": (WIDE, WIDE),
+}
+PROJECTED: Shapes = {**CLIP, "text_projection.weight": (WIDE, WIDE)}
+T5: Shapes = {"encoder.block.0.layer.0.SelfAttention.q.weight": (WIDE, WIDE)}
+DECODER: Shapes = {"vae/decoder.up_blocks.3.resnets.0.norm1.weight": (WIDE,)}
 SD3_PARTS = {
-    **put("transformer/", {"transformer_blocks.23.norm1_context.linear.weight": (2, WIDE)}),
-    **put("vae/", {"decoder.up_blocks.3.resnets.0.norm1.weight": (WIDE,)}),
+    **DECODER,
+    "transformer/transformer_blocks.23.norm1_context.linear.weight": (2, WIDE),
     **put("text_encoder/", PROJECTED),
     **put("text_encoder_2/", PROJECTED),
 }
 FLUX_PARTS = {
-    **put("transformer/single_transformer_blocks.0.", {"proj_mlp.weight": (8, WIDE)}),
-    **put(
-        "transformer/single_transformer_blocks.0.attn.", {f"to_{k}.weight": (2, 6) for k in "qkv"}
-    ),
-    **put("vae/", {"decoder.up_blocks.3.resnets.0.norm1.weight": (WIDE,)}),
-    **put("text_encoder/", clip(1)),
+    **DECODER,
+    "transformer/single_transformer_blocks.0.proj_mlp.weight": (8, WIDE),
+    **{f"transformer/single_transformer_blocks.0.attn.to_{k}.weight": (2, WIDE) for k in "qkv"},
+    **put("text_encoder/", CLIP),
 }
 REFINER_PARTS = {
-    **put("unet/", {"down_blocks.0.resnets.0.norm1.weight": (WIDE,)}),
+    "unet/down_blocks.0.resnets.0.norm1.weight": (WIDE,),
     **put("text_encoder_2/", PROJECTED),
 }
 CLIP_L = "text_encoders.clip_l.transformer."
@@ -840,70 +368,42 @@ def test_the_main_component_says_where_the_others_are(
     assert_same(load_pipeline(tmp_path / "again"), load_pipeline(old))
 
 
-def pair_encoders(wide: int) -> Tensors:
-    """Both text encoders of a pipeline, with projections; the second is as wide as this."""
-    shapes = {
-        name: tuple(side * wide // WIDE if side % WIDE == 0 else side for side in shape)
-        for name, shape in PROJECTED.items()
-    }
-    parts = {**put("text_encoder/", PROJECTED), **put("text_encoder_2/", shapes)}
-    return randomise(parts, F32)
-
-
-@pytest.mark.parametrize(
-    ("wide", "name"),
-    [(WIDE, "text_encoder_2"), (WIDE, "text_encoder"), (2 * WIDE, "any"), (WIDE, "any")],
-)
-def test_a_text_encoder_by_itself_is_one_of_the_two(
-    tmp_path: Path, check_refused: Refusal, wide: int, name: str
+@pytest.mark.parametrize("name", ["text_encoder", "text_encoder_2", "any"])
+def test_the_name_of_a_text_encoder_by_itself_says_which_of_the_two_it_is(
+    tmp_path: Path, capsys: Capture, name: str
 ) -> None:
-    """Told by its shapes, or by its name; where neither does, nothing is written."""
-    named = pair_encoders(wide)
+    named = randomise({**put("text_encoder/", PROJECTED), **put("text_encoder_2/", PROJECTED)})
     base = put_pipeline(tmp_path / "base", named)
-    part = "text_encoder" if name == "text_encoder" else "text_encoder_2"
-    inside = {n.removeprefix(f"{part}/"): t for n, t in named.items() if n.startswith(f"{part}/")}
-    tuned = finetune(inside, 1, 0.01)
+    tuned = randomise(PROJECTED)
     [model] = save(tmp_path, **{name: tuned})
-    if (wide, name) == (WIDE, "any"):
-        check_refused(base, model, "may be any of text_encoder, text_encoder_2")
-        return
     out = tmp_path / "out"
-    both = ["--components", "text_encoder", "text_encoder_2"]
-    run("-q", "-b", base, "-m", model, "-o", out, "--drop-rate=0", *both)
+    one = tmp_path / "one.safetensors"
+    status = 1 if name == "any" else 0
+    both = ["--components", "text_encoder", "text_encoder_2", "--any-base"]
+    run("-q", "-b", base, "-m", model, "-o", out, "--drop-rate=0", *both, status=status)
+    if name == "any":
+        run("convert", "-q", model, one, status=1)
+        assert capsys.readouterr().err.count("may be any of text_encoder, text_encoder_2") == 2
+        return
     merged = load_pipeline(out)
-    for each, tensor in named.items():
-        own = tuned[each.removeprefix(f"{part}/")] if each.startswith(f"{part}/") else tensor
-        torch.testing.assert_close(merged[each], own)
-    run("verify", "-q", out)
-
-
-def test_a_second_text_encoder_becomes_one_file(tmp_path: Path, capsys: Capture) -> None:
-    """One with more layers than OpenAI's is the second by itself."""
-    original = randomise(open_clip(13), F32)
-    del original["logit_scale"]
-    named = to_diffusers({f"conditioner.embedders.1.model.{n}": t for n, t in original.items()})
-    inside = {name.removeprefix("text_encoder_2/"): tensor for name, tensor in named.items()}
-    shallow = {name: tensor for name, tensor in inside.items() if "layers.12." not in name}
-    save(tmp_path, deep=inside, shallow=shallow, text_encoder_2=shallow)
-    out = tmp_path / "out.safetensors"
-    run("convert", "-q", tmp_path / "deep.safetensors", out)
-    assert_same(load_file(out), original)
-    run("convert", tmp_path / "shallow.safetensors", tmp_path / "no.safetensors", status=1)
-    assert "may be any of text_encoder, text_encoder_2" in capsys.readouterr().err
-    assert not (tmp_path / "no.safetensors").exists()
-    run("convert", "-q", "--force", tmp_path / "text_encoder_2.safetensors", out)
-    assert_same(load_file(out), {n: t for n, t in original.items() if "blocks.12." not in n})
+    own = {f"{name}/{each}": tensor for each, tensor in tuned.items()}
+    for each, tensor in (named | own).items():
+        torch.testing.assert_close(merged[each], tensor)
+    if name == "text_encoder_2":
+        run("convert", "-q", model, one)
+        assert "text_projection" in load_file(one)
 
 
 def test_a_text_encoder_has_its_names_with_and_without_a_prefix(tmp_path: Path) -> None:
-    original = randomise(SMALL["sd"], F32)
-    named = to_diffusers(original)
+    original = randomise(SMALL["sd"])
+    named = to_diffusers(original, "sd")
     short = {name.replace("/text_model.", "/"): tensor for name, tensor in named.items()}
     run("convert", "-q", put_pipeline(tmp_path / "old", short), tmp_path / "one.safetensors")
     assert_same(load_file(tmp_path / "one.safetensors"), original)
-    base = save(tmp_path, base=original)[0]
+    [base] = save(tmp_path, base=original)
     out = tmp_path / "out.safetensors"
-    assert_same(merge_paths(base, [tmp_path / "old"], out, drop_rate=0), original)
+    config = {"drop_rate": 0, "engine": "plain"}
+    assert_same(merge_paths(base, [tmp_path / "old"], out, **config), original)
 
 
 @pytest.mark.parametrize(
@@ -919,8 +419,8 @@ def test_a_text_encoder_has_its_names_with_and_without_a_prefix(tmp_path: Path) 
 def test_what_cannot_be_converted_is_refused(
     tmp_path: Path, capsys: Capture, old: str, new: str, words: str
 ) -> None:
-    original = randomise(SMALL["sd"], F32)
-    named = to_diffusers(original)
+    original = randomise(SMALL["sd"])
+    named = to_diffusers(original, "sd")
     save(tmp_path, one=original)
     put_pipeline(tmp_path / "old", named)
     vae = {name: tensor for name, tensor in named.items() if name.startswith("vae/")}

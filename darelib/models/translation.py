@@ -97,8 +97,7 @@ def tell_apart(components: Collection[str], source: Source) -> str:
     known = [name for name in (path.stem, path.parent.name) if name in components]
     if not known:
         raise DareError(
-            f"{source.name!r} may be any of {', '.join(components)}, and its shapes do not say "
-            "which",
+            f"{source.name!r} may be any of {', '.join(components)}",
             "give its file, or the folder that it is in, the name of what it is",
         )
     return known[0]
@@ -120,8 +119,7 @@ def name_originally(tensors: Tensors, source: Source) -> dict[str, TensorInfo]:
     """The components of a model by the names that they have in a single file."""
     homes = {home.map.component: home for home in find_homes(tensors)}
     if is_bare(homes.values()):
-        deep = [own for own, h in homes.items() if DEEP in _translate(h, tensors)[1][DIFFUSERS]]
-        own = deep[-1] if deep else tell_apart(homes, source)
+        own = tell_apart(homes, source)
         homes = {own: homes[own]}
     places = next((home.map.file for home in homes.values() if home.map.file), SD_FILE)
     if len(homes) == 1 and homes.keys() <= ALONE.keys():
@@ -229,13 +227,8 @@ def match_names(tensors: Tensors, base: Tensors, source: Source) -> dict[str, Te
     if not is_bare(homes):
         return _match(homes, tensors, base)
     choices = {home.map.component: _match([home], tensors, base) for home in homes}
-    fitting = {
-        own: sum(info.shape == base[name].shape for name, info in found.items())
-        for own, found in choices.items()
-    }
-    best = [own for own in choices if fitting[own] == max(fitting.values())]
-    is_clear = all(choices[own].keys() == choices[best[0]].keys() for own in best)
-    return choices[best[0] if is_clear else tell_apart(best, source)]
+    is_clear = len({frozenset(found) for found in choices.values()}) == 1
+    return choices[next(iter(choices)) if is_clear else tell_apart(choices, source)]
 
 
 def _match(homes: Iterable[Home], tensors: Tensors, base: Tensors) -> Named:

@@ -8,7 +8,7 @@ import fnmatch
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Final
@@ -24,7 +24,6 @@ from darelib.models.tensorfile import (
     PICKLE_SUFFIXES,
     convert_hint,
     open_regular,
-    peek_header,
     read_json,
 )
 
@@ -51,6 +50,7 @@ VARIANT: Final = re.compile(
     rf"({OWN_STEM}|{DIFFUSERS_STEM})\.(\w+\.safetensors|safetensors\.index\.\w+\.json)"
 )
 # What a directory may hold that is no model yet: the names of its files, what it is, what to do.
+# In a pattern, * also stands for a slash.
 OTHER_KINDS: Final = (
     (
         ("*_optim_states.pt", "zero_to_fp32.py", "global_step*"),
@@ -65,6 +65,22 @@ OTHER_KINDS: Final = (
         "accelerate merge-weights DIRECTORY_OF_DISTCP_FILES merged",
     ),
     (("*.gguf",), "holds GGUF files", GGUF_HINT),
+    (
+        ("*.safetensors",),
+        f"has neither {WEIGHTS_FILE} nor {INDEX_FILE}, but other files",
+        f"name the file or the folder; a pipeline has {PIPELINE_FILE}, shards have an index, and "
+        "broken links want the model downloaded again",
+    ),
+    (
+        (PIPELINE_FILE,),
+        "is a pipeline without weights in safetensors files",
+        "download its folders, too (unet, transformer, text_encoder, ...), in that format",
+    ),
+    (
+        tuple(f"*{suffix}" for suffix in PICKLE_SUFFIXES),
+        "holds PyTorch pickles, not safetensors files",
+        convert_hint(Path("DIRECTORY")),
+    ),
 )
 
 
@@ -212,20 +228,6 @@ def _find_files(source: Source, path: Path) -> Layout:
     return replace(layout, stems={"": DIFFUSERS_STEM if is_diffusers else OWN_STEM})
 
 
-def find_shards_beside(name: str, layout: Layout) -> Iterator[str]:
-    """What to warn of where a directory holds two models: loaders may take either."""
-    for own, stem in layout.stems.items() if layout.folder else ():
-        folder = Path(layout.folder or "", own)
-        weights = folder / f"{stem}.safetensors"
-        index = folder / f"{stem}.safetensors.index.json"
-        shards = [path.name for path in folder.glob(f"{stem}-*-of-*.safetensors")]
-        if weights in layout.files and index.exists() and shards:
-            yield (
-                f"{name} has {weights.name}, which is read, and {index.name} with shards "
-                f"({list_names(sorted(shards))}), which are not; remove what is out of date"
-            )
-
-
 def part_name(source: Source, path: Path) -> str:
     """What to call a file of a model, in terms of the name that the user gave."""
     if source.path == path:
@@ -238,62 +240,19 @@ def part_name(source: Source, path: Path) -> str:
 
 
 def _explain_no_weights(source: Source) -> DareError:
-    """What a directory without a model has instead."""
+    """What a directory without a model has instead, in it or in a folder of it."""
     folder = source.path
-    names = sorted(os.listdir(folder))
-    below = sorted(path.relative_to(folder).as_posix() for path in folder.glob("*/*"))
-
-    def find(patterns: Iterable[str]) -> bool:
-        """Whether there is anything of such a name, in it or in a folder of it."""
-        return any(fnmatch.filter((*names, *below), pattern) for pattern in patterns)
-
-    shown = repr(source.name)
-    broken = next((name for name in KNOWN_FILES if name in names), "")
-    tensors = [name for name in names if name.endswith(".safetensors")]
-    lora = next((name for name in tensors if _is_lora(folder / name)), "")
-    parts = sorted({name.partition("/")[0] for name in below if Path(name).name in KNOWN_FILES})
-    kinds = (
-        (broken, f"{broken!r} in {shown} is a broken link", "download the model again"),
-        (
-            lora,
-            f"the directory {shown} holds no model, but a LoRA adapter: {lora!r}",
-            f"name the file: {source.name}/{lora}",
-        ),
-        (
-            tensors,
-            f"the directory {shown} has neither {WEIGHTS_FILE} nor {INDEX_FILE}, but "
-            f"{list_names(tensors)}",
-            "name the file, or put the index beside its shards",
-        ),
-        (
-            parts,
-            f"the directory {shown} holds no model itself, but its folders {list_names(parts)} do",
-            f"name one of them; a pipeline has {PIPELINE_FILE}, which names its folders",
-        ),
-        *((find(patterns), f"{shown} {words}", hint) for patterns, words, hint in OTHER_KINDS),
-        (
-            PIPELINE_FILE in names,
-            f"the pipeline {shown} has no weights in safetensors files",
-            "download its folders, too (unet, transformer, text_encoder, ...), in that format",
-        ),
-        (
-            any(name.endswith(PICKLE_SUFFIXES) for name in names),
-            f"{shown} holds PyTorch pickles, not safetensors files",
-            convert_hint(source.path),
-        ),
-        (
-            True,
-            f"the directory {shown} holds no model",
-            f"it should have {WEIGHTS_FILE} or {INDEX_FILE}",
-        ),
+    found = [
+        path.relative_to(folder).as_posix() for path in (*folder.glob("*"), *folder.glob("*/*"))
+    ]
+    for patterns, words, hint in OTHER_KINDS:
+        names = [name for pattern in patterns for name in fnmatch.filter(found, pattern)]
+        if names:
+            return DareError(f"{source.name!r} {words}: {list_names(sorted(names))}", hint)
+    return DareError(
+        f"the directory {source.name!r} holds no model",
+        f"it should have {WEIGHTS_FILE} or {INDEX_FILE}",
     )
-    return next(DareError(words, hint) for is_so, words, hint in kinds if is_so)
-
-
-def _is_lora(path: Path) -> bool:
-    """Whether the names of a file's tensors are those of a LoRA, whoever wrote it."""
-    names, _ = peek_header(path)
-    return any(re.search("lora[._]", name) for name in names)
 
 
 def _find_by_index(source: Source, path: Path) -> Layout:

@@ -30,41 +30,6 @@ RESNET: Final = {
 LEVELS: Final = range(4)
 # By level of the UNet: its blocks are numbered throughout, two in each and one that makes the
 # picture smaller; on the way back three, and what makes it larger is beside the last one.
-DOWN_RESNETS: Final = {
-    f"input_blocks.{3 * level + k + 1}.0.{old}": f"down_blocks.{level}.resnets.{k}.{new}"
-    for level in LEVELS
-    for k in range(2)
-    for old, new in RESNET.items()
-}
-DOWN_ATTENTIONS: Final = {
-    f"input_blocks.{3 * level + k + 1}.1": f"down_blocks.{level}.attentions.{k}"
-    for level in LEVELS
-    for k in range(2)
-}
-DOWNSAMPLERS: Final = {
-    f"input_blocks.{3 * level + 3}.0.op": f"down_blocks.{level}.downsamplers.0.conv"
-    for level in LEVELS
-}
-UP_RESNETS: Final = {
-    f"output_blocks.{3 * level + k}.0.{old}": f"up_blocks.{level}.resnets.{k}.{new}"
-    for level in LEVELS
-    for k in range(3)
-    for old, new in RESNET.items()
-}
-UP_ATTENTIONS: Final = {
-    f"output_blocks.{3 * level + k}.1": f"up_blocks.{level}.attentions.{k}"
-    for level in LEVELS
-    for k in range(3)
-}
-UPSAMPLERS: Final = {
-    f"output_blocks.{3 * level + 2}.2.conv": f"up_blocks.{level}.upsamplers.0.conv"
-    for level in LEVELS
-}
-MIDDLE: Final = {
-    f"middle_block.{2 * k}.{old}": f"mid_block.resnets.{k}.{new}"
-    for k in range(2)
-    for old, new in RESNET.items()
-}
 UNET: Final[Table] = {
     "time_embed.0": "time_embedding.linear_1",
     "time_embed.2": "time_embedding.linear_2",
@@ -74,13 +39,41 @@ UNET: Final[Table] = {
     "middle_block.1": "mid_block.attentions.0",
     "out.0": "conv_norm_out",
     "out.2": "conv_out",
-    **DOWN_RESNETS,
-    **DOWN_ATTENTIONS,
-    **DOWNSAMPLERS,
-    **MIDDLE,
-    **UP_RESNETS,
-    **UP_ATTENTIONS,
-    **UPSAMPLERS,
+    **{
+        f"input_blocks.{3 * level + k + 1}.0.{old}": f"down_blocks.{level}.resnets.{k}.{new}"
+        for level in LEVELS
+        for k in range(2)
+        for old, new in RESNET.items()
+    },
+    **{
+        f"input_blocks.{3 * level + k + 1}.1": f"down_blocks.{level}.attentions.{k}"
+        for level in LEVELS
+        for k in range(2)
+    },
+    **{
+        f"input_blocks.{3 * level + 3}.0.op": f"down_blocks.{level}.downsamplers.0.conv"
+        for level in LEVELS
+    },
+    **{
+        f"middle_block.{2 * k}.{old}": f"mid_block.resnets.{k}.{new}"
+        for k in range(2)
+        for old, new in RESNET.items()
+    },
+    **{
+        f"output_blocks.{3 * level + k}.0.{old}": f"up_blocks.{level}.resnets.{k}.{new}"
+        for level in LEVELS
+        for k in range(3)
+        for old, new in RESNET.items()
+    },
+    **{
+        f"output_blocks.{3 * level + k}.1": f"up_blocks.{level}.attentions.{k}"
+        for level in LEVELS
+        for k in range(3)
+    },
+    **{
+        f"output_blocks.{3 * level + 2}.2.conv": f"up_blocks.{level}.upsamplers.0.conv"
+        for level in LEVELS
+    },
 }
 # Where there is no attention on the lowest level, its place is taken.
 PLAIN_LEVEL: Final = {"output_blocks.2.1.conv": "up_blocks.0.upsamplers.0.conv"}

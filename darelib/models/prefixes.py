@@ -1,29 +1,28 @@
 """Models inside models: a language model in one that also sees, or a model in what training has
-wrapped around it. Finds what its names begin with where the base's begin otherwise.
+wrapped around it. Finds the tensors of the base that names mean which only begin otherwise.
 """
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Final, TypeAlias
 
 from darelib.config import DareConfig
 from darelib.core.text import LISTED, DareError, count_of
-from darelib.models.checkpoint import ARCHITECTURE, EMBEDDINGS, HEADS, Checkpoint, ties_embeddings
+from darelib.models.checkpoint import ARCHITECTURE, Checkpoint, ties_embeddings
 
-# What a model's names begin with, and what the base's begin with instead.
-Way: TypeAlias = tuple[str, str]
 # The names of a model's tensors, and the base's for the same.
 Places: TypeAlias = dict[str, str]
 
-# The longest prefix of a name: four parts, none of them the number of a layer.
-PREFIX: Final = re.compile(r"(?:(?!\d+\.)[^.]*\.){0,4}")
-# Where more of the base's names end alike, none of them is surely meant.
-MAX_CHOICES: Final = 8
-# Between transformers 4 and 5, three prefixes have changed.
-MAX_WAYS: Final = 8
-# Models have some dozens of them, and files that nobody trained may have millions.
-MAX_CANDIDATES: Final = 10_000
+# What stands before the number of a layer, if there is one.
+HEAD: Final = re.compile(r"(?:(?!\d+\.)[^.]*\.)*")
+# The parts of names that only say what a model is held by: those of programs for training, and
+# those that transformers 4 and 5 have at different places.
+HOLDERS: Final = re.compile(
+    r"(?<![^.])(?:_orig_mod|module|base_model|model|language_model)\."
+    r"|(?<=vision_tower\.)vision_model\."
+)
+MAX_PARTS: Final = 8  # of a model, those with most tensors, that are tried
 TEXT: Final = "text_config"
 
 
@@ -37,28 +36,27 @@ def fit_names(model: Checkpoint, base: Checkpoint, config: DareConfig) -> None:
     place_config(model, base)
     part = config.part_of
     if isinstance(part, Mapping):
-        chosen = [(end_prefix(old), end_prefix(new)) for old, new in part.items()]
-        for _, new in chosen:
-            check_prefix(new, base)
+        found = replace_prefixes(part, model, base)
     else:
         within = end_prefix(part or "")
         check_prefix(within, base, model)
         is_alike = not model.tensors.keys().isdisjoint(base.tensors)
         if has_place(model, base, within) or (config.any_base and not part and is_alike):
             return
-        chosen = choose_ways(find_ways(model, base, within), model, base)
-        if part and not chosen:
+        found = find_places(model, base, within)
+        if part and not found:
             raise DareError(
                 f"nothing of {model.name!r} fits {base.name!r} where names begin with {within!r}",
-                list_prefixes(base),
+                explain_prefixes(base),
             )
-    places = place_names(chosen, model, base)
+    free = base.tensors.keys() - found.values()
+    places = found | {name: name for name in model.tensors if name in free and name not in found}
     is_asked = part and config.any_base
     if 2 * len(places) < min(len(model.tensors), len(base.tensors)) and not is_asked:
         return  # whoever compares the names refuses it
     model.outside = frozenset(base.tensors.keys() - places.values())
     model.warnings += (
-        f"{model.name}: {', '.join(map(describe_way, chosen))}: matched {len(places):,} of "
+        f"{model.name}: {describe(found)}: matched {len(places):,} of "
         f"{count_of(len(model.tensors), 'tensor')}; {len(model.outside):,} of the base's are not "
         f"in it and stay; {len(model.tensors) - len(places):,} of its own are left out",
     )
@@ -79,15 +77,20 @@ def check_prefix(prefix: str, base: Checkpoint, *models: Checkpoint) -> None:
         raise DareError(
             f"no tensor of {' or '.join(repr(each.name) for each in inputs)} has a name that "
             f"begins with {prefix!r}",
-            list_prefixes(base),
+            explain_prefixes(base),
         )
 
 
-def list_prefixes(base: Checkpoint) -> str:
-    """What --part-of could be, as a hint."""
-    counts = Counter(name[:end] for name in base.tensors for end in list_starts(name)[1:3])
-    names = ", ".join(prefix for prefix, _ in counts.most_common(MAX_CHOICES))
+def explain_prefixes(base: Checkpoint) -> str:
+    names = ", ".join(list_prefixes(base.tensors))
     return f"--part-of wants the start of names; the base's are {names or 'without any dot'}"
+
+
+def list_prefixes(names: Iterable[str]) -> list[str]:
+    """What --part-of could be: the first parts of names, the most usual ones first."""
+    heads = (re.match(r"((?!\d+\.)[^.]+\.)((?!\d+\.)[^.]+\.)?", name) for name in names)
+    starts = (start for head in heads if head for start in {head[1], head[0]})
+    return [start for start, _ in Counter(starts).most_common(MAX_PARTS)]
 
 
 def end_prefix(prefix: str) -> str:
@@ -95,98 +98,69 @@ def end_prefix(prefix: str) -> str:
     return prefix and f"{prefix.removesuffix('.')}."
 
 
-def describe_way(way: Way) -> str:
-    return f"its {way[0] + '*'!r} is the base's {way[1] + '*'!r}"
-
-
-def list_starts(name: str) -> list[int]:
-    """Where a name's tail may start: at once, and behind each part that a prefix may have."""
-    longest = PREFIX.match(name)
-    return [0, *(k + 1 for k in range(longest.end() if longest else 0) if name[k] == ".")]
-
-
-def find_ways(model: Checkpoint, base: Checkpoint, within: str) -> dict[Way, Places]:
-    """What could be replaced, with the tensors that it would place: their names end alike, and
-    they have the same shapes. Nothing where there is too much of it.
-
-    within: what the names of the base, or else those of the model, must begin with.
-    """
-    tails: dict[str, list[str]] = {}
-    for place in base.tensors:
-        for start in list_starts(place):
-            tails.setdefault(place[start:], []).append(place)
-    is_base = any(place.startswith(within) for place in base.tensors)
-    ways: dict[Way, Places] = {}
-    for name, info in model.tensors.items():
-        # The number of tokens may differ: settings say what happens to such rows.
-        rows = 1 if name.endswith((*EMBEDDINGS, *HEADS)) else 0
-        for start in list_starts(name):
-            fitting = tails.get(name[start:], [])
-            for place in fitting if len(fitting) <= MAX_CHOICES else []:
-                way = (name[:start], place.removesuffix(name[start:]))
-                is_inside = (place if is_base else name).startswith(within)
-                is_alike = base.tensors[place].shape[rows:] == info.shape[rows:]
-                if is_inside and is_alike and is_shortest(*way, name[start:]):
-                    ways.setdefault(way, {})[name] = place
-        if len(ways) > MAX_CANDIDATES:
-            return {}
-    return ways
-
-
-def is_shortest(old: str, new: str, tail: str) -> bool:
-    """Whether no less could be replaced, and enough stays, so that it is hardly by chance."""
-    if old and new:
-        return old.split(".")[-2] != new.split(".")[-2] and "." in tail
-    return old != new
-
-
-def choose_ways(ways: dict[Way, Places], model: Checkpoint, base: Checkpoint) -> list[Way]:
-    """What explains most tensors, then what explains most of the others, and so on."""
-    chosen: list[Way] = []
-    while ways and len(chosen) < MAX_WAYS:
-        best = max(ways, key=lambda way: len(ways[way]))
-        own = ways[best]
-        taken = set(own.values())
-        rivals = [
-            way
-            for way, others in ways.items()
-            if len(others) == len(own)
-            and not (own.keys().isdisjoint(others) and taken.isdisjoint(others.values()))
-        ]
-        if len(rivals) > 1:
-            if chosen:  # what is left stays out
-                break
-            parts = {old for old, _ in rivals}
-            raise DareError(
-                f"{model.name!r} fits {base.name!r} in several ways: "
-                f"{', or '.join(map(describe_way, rivals[:LISTED]))}",
-                f"say which part is meant: --part-of {best[0] if len(parts) > 1 else best[1]}",
-            )
-        chosen.append(best)
-        ways = {
-            way: left
-            for way, others in ways.items()
-            if way[0] != best[0]  # which is replaced already
-            and (left := {n: p for n, p in others.items() if n not in own and p not in taken})
-        }
-    return chosen
-
-
-def place_names(chosen: Sequence[Way], model: Checkpoint, base: Checkpoint) -> Places:
-    """The base's names of a model's tensors, by the longest prefix; or they are the same.
-
-    Shapes that differ are refused as everywhere.
-    """
+def replace_prefixes(table: Mapping[str, str], model: Checkpoint, base: Checkpoint) -> Places:
+    """What a user says: of several prefixes that a name has, the longest is replaced."""
+    pairs = [(end_prefix(old), end_prefix(new)) for old, new in table.items()]
+    pairs.sort(key=lambda pair: len(pair[0]))
     places: Places = {}
-    taken: set[str] = set()
-    for old, new in (*sorted(chosen, key=lambda way: -len(way[0])), ("", "")):
-        for name in model.tensors:
-            place = f"{new}{name.removeprefix(old)}"
-            is_free = name not in places and place not in taken
-            if is_free and name.startswith(old) and place in base.tensors:
-                places[name] = place
-                taken.add(place)
+    for old, new in pairs:
+        check_prefix(new, base)
+        renamed = {n: f"{new}{n.removeprefix(old)}" for n in model.tensors if n.startswith(old)}
+        places |= {name: place for name, place in renamed.items() if place in base.tensors}
     return places
+
+
+def find_places(model: Checkpoint, base: Checkpoint, within: str) -> Places:
+    """Of the ways to take one for a part of the other, the one that places most tensors. within:
+    what the base's names, or else the model's, begin with.
+    """
+    is_base = any(name.startswith(within) for name in base.tensors)
+    parts = [("", within) if is_base else (within, "")]
+    if not within:
+        parts += [("", prefix) for prefix in list_prefixes(base.tensors)]
+        parts += [(prefix, "") for prefix in list_prefixes(model.tensors)]
+    ways = [match_part(model, old, base, new) for old, new in parts]
+    most = max(map(len, ways))
+    best = [way for way in ways if len(way) == most]
+    rivals = [way for k, way in enumerate(best) if way not in best[:k]]
+    if most and len(rivals) > 1:
+        raise DareError(
+            f"{model.name!r} fits {base.name!r} in several ways: "
+            f"{', or '.join(map(describe, rivals[:LISTED]))}",
+            "say which part of the base, or of the model, is meant, by --part-of PREFIX",
+        )
+    return best[0]
+
+
+def match_part(model: Checkpoint, old: str, base: Checkpoint, new: str) -> Places:
+    """The tensors below two prefixes whose names differ in nothing but what they are held by."""
+    mine, theirs = (
+        {
+            drop_holders(name[len(prefix) :]): name
+            for name in each.tensors
+            if name.startswith(prefix)
+        }
+        for each, prefix in ((model, old), (base, new))
+    )
+    return {name: theirs[plain] for plain, name in mine.items() if plain in theirs}
+
+
+def drop_holders(name: str) -> str:
+    head = HEAD.match(name)
+    end = head.end() if head else 0
+    return HOLDERS.sub("", name[:end]) + name[end:]
+
+
+def describe(places: Places) -> str:
+    """What the names begin with that are replaced, and by what."""
+    ways = Counter[str]()
+    for name, place in places.items():
+        tail = name
+        while tail and not f".{place}".endswith(f".{tail}"):
+            tail = tail.partition(".")[2]
+        old, new = (f"{each.removesuffix(tail)}*" for each in (name, place))
+        ways[f"its {old!r} is the base's {new!r}"] += old != new
+    return ", ".join(way for way, count in ways.most_common(LISTED) if count)
 
 
 def place_config(model: Checkpoint, base: Checkpoint) -> None:

@@ -400,17 +400,3 @@ def test_a_whole_model_is_no_adapter_on_the_base_either(
     paths = save(tmp_path, base=base, other=finetune(base, 1))
     pair = f"{paths[0]}+{paths[1]}"
     check_refused(paths[0], pair, "is not an adapter that could be put on")
-
-
-def test_a_whole_model_is_no_adapter_in_mergekits_files(
-    tmp_path: Path, monkeypatch: Patch, refused: Refusal
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    base = random_model()
-    for name, tensors in {"base": base, "other": finetune(base, 1)}.items():
-        save_directory(tmp_path / name, tensors)
-    model = "{model: base+other, parameters: {weight: 1}}"
-    Path("m.yaml").write_text(
-        f"merge_method: task_arithmetic\nbase_model: base\nmodels: [{model}]\n"
-    )
-    refused(1, "'other' is not an adapter", "m.yaml", "out")

@@ -15,7 +15,6 @@ import dare
 from dare import DareConfig, DareError
 from darelib.kernels.lowrank import approximate, find_rank, measure_squares, reduce_product
 from tests.support import (
-    BF16,
     F32,
     FAMILIES,
     Capture,
@@ -273,19 +272,6 @@ def test_what_did_not_change_is_not_in_it_and_what_is_no_matrix_may_be_left_out(
     assert len(tensors_in(tmp_path / "matched")) == 4
 
 
-def test_what_only_its_type_tells_from_the_base_is_not_in_it(tmp_path: Path) -> None:
-    tensors = random_model(0, BF16, {**SHAPES, "norm.weight": (40,), "none.weight": (0, 4)})
-    base = save_directory(tmp_path / "base", tensors, **CONFIG)
-    wide = {name: tensor.to(F32) for name, tensor in tensors.items()}
-    wide["layers.0.up.weight"] += 0.01
-    tuned = save_directory(tmp_path / "t", wide, **CONFIG)
-    run("extract", "--base", base, "--merge", tuned, "--adapter-rank", "2", "--output",
-        tmp_path / "out", "-q")  # fmt: skip
-    assert tensors_in(tmp_path / "out").keys() == {
-        f"{PREFIX}layers.0.up.lora_{part}.weight" for part in "AB"
-    }
-
-
 @pytest.mark.parametrize("kind", ["mamba", "other"])
 def test_what_peft_has_no_factors_for_is_saved_whole(tmp_path: Path, kind: str) -> None:
     shapes = {"a.conv.weight": (8, 1, 4), "a.out_proj.weight": (8, 8), "a.in_proj.weight": (8, 8)}
@@ -299,16 +285,6 @@ def test_what_peft_has_no_factors_for_is_saved_whole(tmp_path: Path, kind: str) 
     saved = ["a.conv", "a.out_proj"] if kind == "mamba" else ["a.conv"]
     assert config["modules_to_save"] == saved
     assert len(config["target_modules"]) == 3 - len(saved)
-
-
-def test_names_that_transformers_may_change_are_warned_of(tmp_path: Path) -> None:
-    tensors = random_model(0, F32, {"visual.up.weight": (8, 8), "model.up.weight": (8, 8)})
-    base, tuned = (
-        save_directory(tmp_path / name, each)
-        for name, each in (("base", tensors), ("t", finetune(tensors, 1)))
-    )
-    report = run_merge(base, [tuned], tmp_path / "out", drop_rate=0.0, adapter_rank=2)
-    assert any("visual.up" in warning for warning in report.warnings)
 
 
 def test_a_head_may_be_the_embedding_where_nothing_says_what_the_base_is(tmp_path: Path) -> None:
@@ -399,7 +375,7 @@ def test_tensors_in_memory_have_no_adapter() -> None:
 
 def test_it_is_resumed_verified_and_merged_again(tmp_path: Path, monkeypatch: Patch) -> None:
     base, models, _ = make_inputs(tmp_path)
-    how: dict[str, Any] = {"drop_rate": 0.0, "adapter_rank": 4, "threads": 1, "dtype": "bf16"}
+    how: dict[str, Any] = {"drop_rate": 0.0, "adapter_rank": 4, "threads": 1}
     report = run_merge(base, models, tmp_path / "whole", **how)
     from darelib.run.adapters import AdapterWorker
 
@@ -458,27 +434,6 @@ def test_factors_are_the_same_whichever_signs_a_library_gives(
 
     monkeypatch.setattr(np.linalg, "eigh", negate)
     assert make_merger(base, models, **how).verify(tmp_path / "out")
-
-
-def test_ranks_by_energy_are_listed_in_the_same_order_whichever_thread_is_first(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
-    base, [_, _, tuned], _ = make_inputs(tmp_path)
-    from darelib.run.adapters import RankFinder
-
-    found = RankFinder.factorise
-
-    def let_another_be_first(self: Any, tensor: Any, *rest: Any) -> Any:
-        if not self.modules:
-            self.modules["layers.1.up.weight"] = self.plan.modules["layers.1.up.weight"]
-        return found(self, tensor, *rest)
-
-    how: dict[str, Any] = {"drop_rate": 0.0, "adapter_rank": 0.8}
-    run_merge(base, [tuned], tmp_path / "one", threads=1, **how)
-    monkeypatch.setattr(RankFinder, "factorise", let_another_be_first)
-    run_merge(base, [tuned], tmp_path / "two", threads=1, **how)
-    one, two = (tmp_path / name / "adapter_config.json" for name in ("one", "two"))
-    assert one.read_bytes() == two.read_bytes()
 
 
 @pytest.mark.parametrize("norm_changed", [True, False])
@@ -551,19 +506,3 @@ def test_a_product_of_a_product_is_the_best_without_the_whole_matrix() -> None:
         best = u[:, :count] * s[:count] @ v[:count]
         assert np.allclose(product.left @ product.right, best, atol=1e-8)
     assert find_rank(measure_squares(left @ right), float((s**2).sum()), 0.999999999) == 12
-
-
-@pytest.mark.parametrize("shape", [(40, 30), (400, 300)])
-def test_nothing_has_a_product_of_no_rank(shape: tuple[int, int]) -> None:
-    product = approximate(np.zeros(shape, np.float32), 8)
-    assert product.left.shape == (shape[0], 0)
-    assert product.kept == product.total == 0
-
-
-def test_bf16_factors_are_rounded_once(tmp_path: Path) -> None:
-    base, models, _ = make_inputs(tmp_path)
-    how: dict[str, Any] = {"drop_rate": 0.0, "adapter_rank": "full"}
-    run_merge(base, models[:2], tmp_path / "wide", **how)
-    run_merge(base, models[:2], tmp_path / "narrow", dtype="bfloat16", **how)
-    wide, narrow = tensors_in(tmp_path / "wide"), tensors_in(tmp_path / "narrow")
-    assert all(torch.equal(wide[name].to(BF16), tensor) for name, tensor in narrow.items())

@@ -218,21 +218,6 @@ def test_dora_gives_each_output_its_magnitude_in_any_chunks(
     torch.testing.assert_close(made[0].double(), expected.reshape(base.shape), rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("method", ["ties", slow("wudi")])
-def test_dora_merges_with_others_as_the_model_that_it_gives(tmp_path: Path, method: str) -> None:
-    tensors = {**LAYER, f"{PREFIX}.lora_magnitude_vector": torch.rand(37)}
-    adapter = write_adapter(tmp_path / "adapter", tensors, use_dora=True)
-    paths = save(tmp_path, base=random_model(), math=finetune(random_model(), 1))
-    config = {"drop_rate": 0.0, "dtype": "float32", "engine": "plain"}
-    merge_paths(paths[0], [adapter], tmp_path / "baked.safetensors", **config)
-    config |= {"method": method}
-    merged, baked = (
-        merge_paths(paths[0], [model, paths[1]], tmp_path / OUT, **config)["layer.weight"]
-        for model in (adapter, tmp_path / "baked.safetensors")
-    )
-    assert same_bits(merged, baked)
-
-
 @pytest.mark.parametrize("engine", ["plain", slow("numba")])
 @pytest.mark.parametrize(
     ("dtype", "other", "config"),
@@ -296,22 +281,6 @@ def test_an_adapter_of_fewer_or_more_rows_overlaps_like_a_model(
         merged[:common], weight[:common] + 2 * (b @ a)[:common], rtol=1e-6, atol=1e-7
     )
     assert same_bits(merged[common:], weight[common:])
-
-
-def test_names_with_and_without_the_models_prefix_meet(tmp_path: Path) -> None:
-    for in_base, in_adapter in [
-        ("h.0.attn", "transformer.h.0.attn"),
-        ("model.h.0.attn", "h.0.attn"),
-        ("h.0.attn", "h.0.attn"),
-    ]:
-        [base] = save(
-            tmp_path, base={f"{in_base}.weight": torch.zeros(6, 8), "other.weight": torch.zeros(3)}
-        )
-        tensors = low_rank(in_adapter, (6, 8))
-        run_merge(
-            base, [write_adapter(tmp_path / "adapter", tensors)], tmp_path / OUT, drop_rate=0.0
-        )
-        assert same_bits(load_file(tmp_path / OUT)[f"{in_base}.weight"], multiply(tensors, 2))
 
 
 def test_an_adapters_names_are_not_guessed_where_several_fit(

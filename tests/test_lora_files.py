@@ -428,25 +428,6 @@ def test_adapters_of_pipelines_become_files_that_programs_load(
         assert {key.partition(".")[0] for key in load_file(tmp_path / OUT)} == {named}
 
 
-@pytest.mark.parametrize("kind", ["kohya", "diffusers"])
-def test_a_lora_for_sd3_changes_a_stacked_tensor_of_an_original_file(
-    tmp_path: Path, kind: str
-) -> None:
-    """Whole, by kohya's name; or the rows of q, by diffusers'."""
-    wide = test_names.WIDE
-    base = test_names.randomise(test_names.FILES["sd3"])
-    name = next(each for each in base if each.endswith("joint_blocks.0.x_block.attn.qkv.weight"))
-    change = np.zeros((3 * wide, wide))
-    if kind == "kohya":
-        pair = make_pair("lora_unet_joint_blocks_0_x_block_attn_qkv", (3 * wide, wide))
-        change[:] = multiply(pair)
-    else:
-        pair = make_pair("transformer.transformer_blocks.0.attn.to_q", (wide, wide), PEFT)
-        change[:wide] = multiply(pair)
-    paths = save(tmp_path, base=base, lora=pair)
-    check(bake(paths[0], paths[1:]), base, {name: change})
-
-
 # --- DoRA -----------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from darelib import __version__
 from darelib.config import DareConfig
 from darelib.config.settings import FULL, LEAVE_OUT
-from darelib.core.formats import DTYPES, FORMATS, widen
+from darelib.core.formats import DTYPES
 from darelib.core.text import ConfigError, DareError, count_of, list_names
 from darelib.core.tuning import TUNING
 from darelib.kernels.comparison import Comparison, compare_factors
@@ -53,8 +54,6 @@ TABLE: Final = re.compile(
 # Of these kinds of models, PEFT has no factors for these modules, whose kernels read the weights.
 STATE_SPACES: Final = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 FUSED: Final = (".out_proj.weight", ".dt_proj.weight", ".conv1d.weight")
-# The first names in models that see, which transformers keeps one level deeper than it stores them.
-SEEING: Final = ("visual.", "vision_tower.", "language_model.", "multi_modal_projector.")
 WITH_HEADS: Final = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
 # Models that are stored without the name under which a model with a head holds them.
 BARE: Final = {"gpt2": "transformer.", "bloom": "transformer."}
@@ -182,8 +181,7 @@ def plan_adapter(
         if some
     ]
     known = {field.name: getattr(whole, field.name) for field in dataclasses.fields(whole)}
-    warnings = (*whole.warnings, *notes, *find_renamed(inputs))
-    known |= {"tensors": tuple(chosen), "warnings": warnings}
+    known |= {"tensors": tuple(chosen), "warnings": (*whole.warnings, *notes)}
     plan = AdapterPlan(**known, modules=modules, version=version)
     return place_factors(plan, inputs)
 
@@ -242,17 +240,6 @@ def find_bare(base: Checkpoint) -> str:
     return "" if is_inner or is_named else prefix
 
 
-def find_renamed(inputs: Sequence[Checkpoint]) -> Iterator[str]:
-    """What to warn of where PEFT may look for modules by other names, and no input knows them."""
-    base, *models = inputs
-    found = [name for name in base.tensors if name.startswith(SEEING)]
-    if found and not any(model.modules for model in models):
-        yield (
-            f"transformers may call modules of {base.name} otherwise than it stores them (see "
-            f"{found[0]!r}): use the adapter only if PEFT loads it without a word of missing keys"
-        )
-
-
 def find_tied_head(base: Checkpoint) -> str:
     """The output head that is the input embedding, and has no tensor of its own: PEFT would leave
     it as it was. Empty: there is none.
@@ -286,28 +273,20 @@ def is_changed(tensor: TensorPlan, inputs: Sequence[Checkpoint]) -> bool:
     """Whether a merge changes a tensor: models that have the base's values do not."""
     if not tensor.merged or not tensor.base.count or not tensor.settings.lambda_coeff:
         return False
-    for i, info in tensor.finetuned:
-        if type(info) is not TensorInfo or info.is_delta or info.shape != tensor.base.shape:
-            return True
-        if differs((inputs[0], tensor.base), (inputs[1 + i], info)):
-            return True
-    return False
+    base = (inputs[0], tensor.base)
+    return any(differs(tensor.name, base, (inputs[1 + i], info)) for i, info in tensor.finetuned)
 
 
-def differs(*tensors: tuple[Checkpoint, TensorInfo]) -> bool:
-    """Whether two tensors of one shape differ: all but equal ones do so at once."""
-    [count] = {info.count for _, info in tensors}
-    is_plain = len({info.dtype for _, info in tensors}) == 1
+def differs(name: str, *tensors: tuple[Checkpoint, TensorInfo]) -> bool:
+    """Whether a model's tensor differs from the base's: all but equal ones do so at once."""
+    [(_, base), (_, info)] = tensors
+    if type(info) is not TensorInfo or info.is_delta or info.shape != base.shape:
+        return True
     step = TUNING.max_chunk // 8
-    for start in range(0, count, step):
-        values = []
-        for model, info in tensors:
-            size = min(step, count - start)
-            raw = np.empty(size * FORMATS[info.dtype].itemsize, np.uint8)
-            model.read(info, start, size, raw)
-            values.append(raw if is_plain else widen(raw, info.dtype))
-        first, second = values
-        if not np.array_equal(first, second):
+    for start in range(0, base.count, step):
+        size = min(step, base.count - start)
+        mine, theirs = (model.sample(name, own, start, size) for model, own in tensors)
+        if not np.array_equal(mine, theirs):
             return True
     return False
 
@@ -438,12 +417,10 @@ def name_base(base: Checkpoint) -> str:
 
 def shorten(modules: Sequence[str], base: Checkpoint) -> list[str]:
     """Modules by the last parts of their names, where these mean all that are called so."""
-    paths = [module_of(name).split(".") for name in base.tensors]
-    chosen = {module.rpartition(".")[2] for module in modules}
+    paths = {tuple(module_of(name).split(".")) for name in base.tensors}
     inner = {part for path in paths for part in path[:-1]}
-    counts = {part: len({tuple(path) for path in paths if path[-1] == part}) for part in chosen}
-    own = [module.rpartition(".")[2] for module in modules]
-    short = {part for part in chosen - inner if own.count(part) == counts[part]}
-    is_short = [part in short and not part.isdigit() for part in own]
-    listed = zip(modules, own, is_short, strict=True)
-    return list(dict.fromkeys(part if fits else module for module, part, fits in listed))
+    ends = Counter(path[-1] for path in paths)
+    own = Counter(module.rpartition(".")[2] for module in modules)
+    short = {end for end in own if own[end] == ends[end] and not end.isdigit()} - inner
+    pairs = ((module, module.rpartition(".")[2]) for module in modules)
+    return list(dict.fromkeys(end if end in short else module for module, end in pairs))

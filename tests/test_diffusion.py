@@ -2,7 +2,6 @@
 them."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -47,32 +46,6 @@ SHAPES: dict[str, tuple[int, ...]] = {
 
 
 # --- checkpoints in one file ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("mine", "theirs"), [(torch.int64, F32), (F16, torch.int64), (F32, torch.int32)], ids=str
-)
-@pytest.mark.parametrize("flags", [(), ("--dtype=float32",), ("--method=ties",)], ids=str)
-def test_positions_that_are_integers_in_one_model_only_are_copied_and_reported(
-    tmp_path: Path, capsys: Capture, mine: torch.dtype, theirs: torch.dtype, flags: tuple[str, ...]
-) -> None:
-    base = random_model() | {IDS: torch.arange(77)[None].to(mine)}
-    paths = save(
-        tmp_path,
-        base=base,
-        odd=finetune(base, 1) | {IDS: base[IDS].to(theirs)},
-        same=finetune(base, 2) | {IDS: base[IDS]},
-    )
-    models = ["-b", paths[0], "-m", *paths[1:], "--engine=plain"]
-    for command in (["analyze", *models], [*models, "-o", tmp_path / OUT, *flags]):
-        run(*command)
-    printed = capsys.readouterr().err
-    assert re.search(f"odd.safetensors differs .*'{IDS}'", printed)
-    assert "same.safetensors differs" not in printed
-    merged = load_file(tmp_path / OUT)
-    assert same_bits(merged[IDS], base[IDS])
-    assert not torch.equal(merged["layer.weight"], base["layer.weight"])
-    run("verify", "-q", "--engine=plain", tmp_path / OUT)
 
 
 @pytest.mark.parametrize(

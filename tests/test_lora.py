@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 import dare
 from dare import DareError
+from darelib.models.checkpoint import EMBEDDINGS
 from darelib.models.peft import OTHER_ADAPTERS
 from tests.support import (
     BF16,
@@ -86,41 +87,44 @@ ADAPTERS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
 @pytest.mark.parametrize("kind", ADAPTERS)
 @pytest.mark.slow  # importing PEFT takes longer than most of the suite
 def test_an_adapter_merges_as_peft_merges_it(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+    """As a model, and on top of one, where it is PEFT's to the last bit, but for the order of the
+    ranks in a sum, and for embeddings, whose change PEFT rounds too."""
     import peft
 
     family, targets, settings = ADAPTERS[kind]
     model = family_model(family, dtype)
-    model.save_pretrained(tmp_path / "base")
-    adapted = peft.get_peft_model(
-        model, peft.LoraConfig(**{"r": 4, "lora_alpha": 6, "target_modules": targets, **settings})
-    )
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    model.save_pretrained(base)
+    known = {"r": 4, "lora_alpha": 6, "target_modules": targets, **settings}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**known))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_" in name or "modules_to_save" in name:
                 parameter += (torch.randn(parameter.shape, generator=generator) * 0.05).to(dtype)
-    adapted.save_pretrained(tmp_path / "adapter")
+    adapted.save_pretrained(adapter)
     adapted.merge_and_unload().save_pretrained(tmp_path / "expected")
-    report = run_merge(
-        tmp_path / "base", [tmp_path / "adapter"], tmp_path / "merged", drop_rate=0.0
-    )
-    base, merged, expected = (
-        tensors_in(tmp_path / name) for name in ("base", "merged", "expected")
-    )
-    assert merged.keys() == expected.keys() == base.keys()
-    for name, tensor in merged.items():
-        # One rounding of the output type; PEFT rounds the change too, to the type of the weights.
-        # In float32 its sums
-        # are in another order, which shows where base and change nearly cancel: the bound there is
-        # 1e-7.
-        near = tensor.double()
-        far = expected[name].double()
-        step = torch.maximum(near.abs(), far.abs()) * torch.finfo(dtype).eps
-        change = (far - base[name].double()).abs() * torch.finfo(dtype).eps
-        assert bool(((near - far).abs() <= step + change + 1e-7 * (dtype == F32)).all()), name
-    assert sum(not torch.equal(tensor, base[name]) for name, tensor in merged.items()) >= 2
+    before, expected = tensors_in(base), tensors_in(tmp_path / "expected")
+    report = run_merge(base, [adapter], tmp_path / "merged", drop_rate=0.0)
     assert report.models[0].missing_tensors == report.models[0].extra_tensors == ()
-    assert not any("lacks" in warning for warning in report.warnings)
+    joined = Path(f"{base}+{adapter}")
+    on_top = merge_paths(joined, [base], tmp_path / "joined", lambda_coeff=0.0)
+    other = 0
+    for merged in (tensors_in(tmp_path / "merged"), on_top):
+        assert merged.keys() == expected.keys() == before.keys()
+        for name, tensor in merged.items():
+            # One rounding of the output type; PEFT rounds the change too, to the type of the
+            # weights. In float32 its sums are in another order, which shows where base and change
+            # nearly cancel: the bound there is 1e-7.
+            near, far = tensor.double(), expected[name].double()
+            step = torch.maximum(near.abs(), far.abs()) * torch.finfo(dtype).eps
+            change = (far - before[name].double()).abs() * torch.finfo(dtype).eps
+            assert bool(((near - far).abs() <= step + change + 1e-7 * (dtype == F32)).all()), name
+            is_rounded_once = merged is on_top and not name.endswith(EMBEDDINGS)
+            other += int((near != far).sum()) if is_rounded_once else 0
+        assert sum(not same_bits(tensor, before[name]) for name, tensor in merged.items()) >= 2
+    count = sum(tensor.numel() for tensor in before.values())
+    assert dtype == F32 or other / count < 0.002
 
 
 def multiply(tensors: Tensors, scale: float, real: Any = np.float32) -> torch.Tensor:

@@ -28,6 +28,7 @@ from tests.support import (
 )
 
 OUT = "out.safetensors"
+UNET = test_names.UNET
 KOHYA = ("lora_down.weight", "lora_up.weight")
 PEFT = ("lora_A.weight", "lora_B.weight")
 RANK = 2
@@ -98,30 +99,20 @@ def test_both_matrices_have_any_of_their_names(
         ("mid.attn1.processor.to_k_lora", "unet.mid.attn1.to_k"),
         ("text_encoder.t.self_attn.to_v_lora", "text_encoder.t.self_attn.v_proj"),
         ("text_encoder.t.self_attn.to_out_lora", "text_encoder.t.self_attn.out_proj"),
+        ("double_blocks.0.processor.qkv_lora1", "double_blocks.0.img_attn.qkv"),
+        ("double_blocks.0.processor.qkv_lora2", "double_blocks.0.txt_attn.qkv"),
+        ("double_blocks.0.processor.proj_lora1", f"{UNET}double_blocks.0.img_attn.proj"),
+        ("double_blocks.0.processor.proj_lora2", f"{UNET}double_blocks.0.txt_attn.proj"),
+        ("single_blocks.0.processor.proj_lora", "single_blocks.0.linear2"),
     ],
 )
-def test_processors_of_old_files_are_modules(tmp_path: Path, module: str, target: str) -> None:
+def test_processors_of_old_files_and_of_xlabs_are_modules(
+    tmp_path: Path, module: str, target: str
+) -> None:
     base = random_model(shapes={f"{target}.weight": (8, 6), "norm.weight": (6,)})
     pair = make_pair(module, (8, 6), ("down.weight", "up.weight"))
     paths = save(tmp_path, base=base, lora=pair)
     check(bake(paths[0], paths[1:]), base, {f"{target}.weight": multiply(pair)})
-
-
-@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
-def test_processors_of_xlabs_are_modules_of_flux(tmp_path: Path, prefix: str) -> None:
-    modules = {
-        "double_blocks.0.processor.qkv_lora1": "double_blocks.0.img_attn.qkv",
-        "double_blocks.0.processor.qkv_lora2": "double_blocks.0.txt_attn.qkv",
-        "double_blocks.0.processor.proj_lora1": "double_blocks.0.img_attn.proj",
-        "double_blocks.0.processor.proj_lora2": "double_blocks.0.txt_attn.proj",
-        "single_blocks.0.processor.proj_lora": "single_blocks.0.linear2",
-    }
-    base = random_model(shapes={f"{prefix}{name}.weight": (8, 6) for name in modules.values()})
-    pairs = {n: make_pair(m, (8, 6), ("down.weight", "up.weight")) for m, n in modules.items()}
-    lora = {key: tensor for pair in pairs.values() for key, tensor in pair.items()}
-    paths = save(tmp_path, base=base, lora=lora)
-    changes = {f"{prefix}{name}.weight": multiply(pair) for name, pair in pairs.items()}
-    check(bake(paths[0], paths[1:]), base, changes)
 
 
 UNETS = (
@@ -201,7 +192,7 @@ def list_modules(tensors: Tensors, starts: tuple[str, ...]) -> list[str]:
 
 
 STARTS = {
-    test_names.UNET: ("lora_unet_", "diffusion_model."),
+    UNET: ("lora_unet_", "diffusion_model."),
     "double_blocks.": ("lora_unet_double_blocks_", "diffusion_model.double_blocks."),
     "single_blocks.": ("lora_unet_single_blocks_", "diffusion_model.single_blocks."),
     "final_layer.": ("lora_unet_final_layer_", "diffusion_model.final_layer."),
@@ -255,7 +246,7 @@ def test_a_lora_of_either_names_fits_a_base_of_either(
     lora: Tensors = {}
     texts = list_modules(named, ("text_encoder",))
     if names == "original":
-        starts = (test_names.UNET, "double_blocks.", "single_blocks.", "final_layer.")
+        starts = (UNET, "double_blocks.", "single_blocks.", "final_layer.")
         changed, lora = add_pairs(original, list_modules(original, starts), is_kohyas)
         expected = test_names.to_diffusers(changed, family)
     else:
@@ -500,10 +491,6 @@ def test_what_the_base_lacks_is_listed_in_one_warning(tmp_path: Path, capsys: Ca
     [line] = [line for line in capsys.readouterr().err.splitlines() if "the base lacks" in line]
     assert "2 tensors that the base lacks: 'lora_te2_text_model_0" in line
     assert "'lora_te2_text_model_1" in line
-    joined = f"{paths[0]}+{paths[1]}"
-    run("-b", joined, "-m", paths[0], "-o", tmp_path / OUT, "--lambda=0", "--force", "-q")
-    assert "has 2 tensors that" in capsys.readouterr().err
-    check(load_file(tmp_path / OUT), base, {"model.diffusion_model.out.weight": multiply(pair)})
 
 
 @pytest.mark.parametrize(
@@ -535,7 +522,6 @@ def test_a_folder_of_diffusers_is_the_lora_in_it(tmp_path: Path, check_refused: 
     save(tmp_path / "lora", pytorch_lora_weights=pair)
     (tmp_path / "lora" / "README.md").write_text("mine")
     check(bake(path, [tmp_path / "lora"]), base, {"unet.a.weight": multiply(pair)})
-    run("verify", "-q", "--engine=plain", tmp_path / OUT)
     check_refused(tmp_path / "lora", path, "is a LoRA adapter")
     save(tmp_path / "lora", model=base)
     (path.parent / OUT).unlink()
@@ -591,11 +577,6 @@ def test_what_contradicts_bake_is_an_error(tmp_path: Path, capsys: Capture, flag
     run(*given, flag, status=2)
     assert f"--bake and this {flag.partition('=')[0]} contradict" in capsys.readouterr().err
     assert not (tmp_path / OUT).exists()
-    same = {"--drop-rate=0.5": "--drop-rate=0", "--normalize": "--no-normalize"}
-    run(*given, same.get(flag, "--lambda=1"), "--dry-run", "-q", "--engine=plain")
-    capsys.readouterr()
-    run(*given[:2], "-o", tmp_path / OUT, "--bake", status=2)
-    assert "weights" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -609,9 +590,8 @@ def test_rules_give_strengths_to_bake_and_nothing_else(
     given = ["-b", paths[0], "-m", *paths[1:], "-o", tmp_path / OUT, "--bake", "-q"]
     name = rule.partition(" ")[0]
     config.write_text(f'[[rules]]\nmatch = "unet.a.*"\n{rule}\n')
-    for words in (["-c", config], ["--rule", f"unet.a.*:{rule}"]):
-        run(*given, *words, status=2)
-        assert f"--bake and {name} of rule 1 ('unet.a.*') contradict" in capsys.readouterr().err
+    run(*given, "-c", config, status=2)
+    assert f"--bake and {name} of rule 1 ('unet.a.*') contradict" in capsys.readouterr().err
     assert not (tmp_path / OUT).exists()
     strengths = "weights = [0.5, 0.25]\nlambda_coeff = 1.0\ndrop_rate = 0"
     config.write_text(f'[[rules]]\nmatch = "unet.a.*"\n{strengths}\n')

@@ -132,8 +132,6 @@ def test_a_component_is_a_model_and_so_is_what_becomes_of_it(tmp_path: Path, sha
         assert read_json(out / INDEX)["weight_map"].keys() == base.keys()
     assert "library_name: diffusers" in (out / "README.md").read_text()
     run("verify", *QUICK, out)
-    run(*QUICK, "-c", out, "-o", tmp_path / "again")
-    assert contents(out) == contents(tmp_path / "again")
     if shards == 1:  # by a file of it, it is the same
         run(*QUICK, *models([paths[0] / files[0], paths[1]]), "-o", tmp_path / "by file")
         assert contents(out) == contents(tmp_path / "by file")
@@ -211,20 +209,6 @@ def test_another_vae_is_noticed_whatever_its_type(
     assert "tuned has another" not in printed
 
 
-def test_what_is_kept_may_be_quantised_in_a_model(tmp_path: Path, check_refused: Refusal) -> None:
-    base = put_pipeline(tmp_path / "base", make_parts())
-    parts = make_parts(1)
-    texts = {name: tensor.to(torch.int8) for name, tensor in parts["text_encoder"].items()}
-    texts["text_model.head.qweight"] = torch.zeros(2, 2, dtype=torch.int32)
-    model = put_pipeline(tmp_path / "model", {**parts, "text_encoder": texts})
-    check_refused(base, model, "is quantised, and", flags=["--engine=plain"])
-    out = tmp_path / "out"
-    run(*QUICK, *models([base, model]), "-o", out, "--components", "unet", "--drop-rate", "0")
-    made = load(out)
-    assert_same(made["text_encoder"], make_parts()["text_encoder"])
-    assert_same(made["unet"], define(make_parts()["unet"], [parts["unet"]], drop_rate=0.0))
-
-
 def test_every_command_takes_pipelines(
     pipelines: list[Path], tmp_path: Path, capsys: Capture
 ) -> None:
@@ -279,9 +263,6 @@ def test_components_are_merged_that_are_asked_for(
         assert_same(
             join({name: made[name]}), {n: expected[n] for n in expected if n.startswith(name)}
         )
-    run("verify", *QUICK, out)
-    run(*QUICK, "-c", out, "-o", tmp_path / "again")
-    assert contents(out) == contents(tmp_path / "again")
     (tmp_path / "c.toml").write_text(
         '[models]\nbase_file = "base"\nmerge_files = ["m1"]\noutput_file = "toml"\n'
         '[dare]\ncomponents = ["vae", "text_encoder"]\n'

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from tests.support import (
     F16,
@@ -16,7 +16,6 @@ from tests.support import (
     Capture,
     Refusal,
     Tensors,
-    assert_same,
     finetune,
     low_rank,
     merge_paths,
@@ -213,16 +212,6 @@ def test_every_command_takes_a_lora_file(tmp_path: Path, capsys: Capture) -> Non
     run("verify", "--engine=plain", tmp_path / OUT, status=1)
 
 
-def test_words_in_the_metadata_of_a_model_make_it_no_lora_file(tmp_path: Path) -> None:
-    base = random_model()
-    alpha = '{"lora_unet_x.alpha"'
-    odd = {f"{alpha}:{{": f'{{"lora_unet_x.lora_down.weight": {{}}}}, {alpha} : {{'}
-    paths = save(tmp_path, base=base, model=finetune(base, 1))
-    for path in paths:
-        save_file(load_file(path), path, odd)
-    assert_same(merge_paths(paths[0], paths[1:], tmp_path / OUT, drop_rate=0.0), finetune(base, 1))
-
-
 DOWN, UP, ALPHA = (
     f"{module_of(LINEAR)}.{part}" for part in ("lora_down.weight", "lora_up.weight", "alpha")
 )
@@ -296,11 +285,6 @@ def test_a_lora_file_whose_names_mean_several_tensors_or_quantised_ones_is_refus
     lora = {key: tensor for module in modules for key, tensor in pair(module, (4, 4)).items()}
     paths = save(tmp_path, base={name: torch.ones(4, 4).to(dtype) for name in base}, lora=lora)
     check_refused(*paths, words)
-
-
-def test_a_lora_file_is_no_base(tmp_path: Path, check_refused: Refusal) -> None:
-    base, lora = make(tmp_path)
-    check_refused(lora, base, "the base '", "is a LoRA adapter")
 
 
 # --- kohya's adapters as PEFT's, and back ---------------------------------------------------------

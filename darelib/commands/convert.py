@@ -49,8 +49,13 @@ class ConvertReport(Report):
 
 
 def run(flags: Flags, merger_class: MergerClass) -> None:
-    from darelib.commands.diffusion import convert_to_base, convert_to_original, is_diffusion
-    from darelib.commands.kohya import convert_adapter, is_adapter
+    from darelib.commands.formats import (
+        convert_adapter,
+        convert_to_base,
+        convert_to_original,
+        is_adapter,
+        is_diffusion,
+    )
     from darelib.commands.pickles import convert_pickles
 
     started = time.perf_counter()

@@ -175,7 +175,14 @@ def _find_pipeline(source: Source) -> Layout:
     for name in find_components(folder):
         path = find_weights(folder / name)
         if path is None:
-            _check_component(source, folder / name)
+            inside = sorted((folder / name).iterdir())
+            pickles = [file for file in inside if file.name.endswith(PICKLE_SUFFIXES)]
+            if pickles and name.startswith(MERGED_COMPONENTS):  # others are copied
+                raise DareError(
+                    f"{part_name(source, folder / name)!r} holds PyTorch pickles, not "
+                    "safetensors files",
+                    convert_hint(pickles[0]),
+                )
             continue
         own = _find_files(source, path)
         weight_map = {f"{name}/{key}": f"{name}/{file}" for key, file in own.weight_map.items()}
@@ -189,16 +196,6 @@ def _find_pipeline(source: Source) -> Layout:
     if not layout.files:
         raise _explain_no_weights(source)
     return layout
-
-
-def _check_component(source: Source, folder: Path) -> None:
-    """Refuse a folder of what is merged if only a pickle has its weights; others are copied."""
-    pickles = sorted(path for path in folder.iterdir() if path.name.endswith(PICKLE_SUFFIXES))
-    if pickles and folder.name.startswith(MERGED_COMPONENTS):
-        raise DareError(
-            f"{part_name(source, folder)!r} holds PyTorch pickles, not safetensors files",
-            convert_hint(pickles[0]),
-        )
 
 
 def _find_model(source: Source) -> Layout:

@@ -8,7 +8,7 @@ alpha / rank * (up @ down), where the rank is that of the matrices.
 import json
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection
 from typing import Any, Final
 
 import numpy as np
@@ -102,15 +102,17 @@ def find_lora_file(source: Source) -> Layout | None:
 
 
 class LoraFile(LoraAdapter):
-    """A LoRA file, open for reading."""
-
     keeps_metadata = True
 
     def _find_changes(self, base: Checkpoint) -> dict[str, TensorInfo]:
         pairs = sort_pairs(self.tensors, self.name)
         self._configs = self._read_configs(pairs)
         targets = self._find_targets(pairs, base)
-        self.warnings += tuple(self._find_unscaled(pairs))
+        if any(self._is_unscaled(module, pair) for module, pair in pairs.items()):
+            self.warnings += (
+                f"{self.name} comes without an {ADAPTER_CONFIG}, which says how it is scaled: "
+                "alpha = r is assumed",
+            )
         names = {id(info): name for name, info in self.tensors.items()}
         changes: dict[str, TensorInfo] = {}
         for module, pair in pairs.items():
@@ -151,17 +153,11 @@ class LoraFile(LoraAdapter):
             if part in names
         }
 
-    def _find_unscaled(self, pairs: Mapping[str, Pair]) -> Iterator[str]:
-        """What to warn of where nothing says how an adapter of PEFT is scaled."""
-        for module, pair in pairs.items():
-            component, _ = _split_module(module)
-            is_pefts = WRAPPERS.match(module) or not component
-            if is_pefts and not pair.alpha and component not in self._configs:
-                yield (
-                    f"{self.name} comes without an {ADAPTER_CONFIG}, which says how it is scaled: "
-                    "alpha = r is assumed"
-                )
-                return
+    def _is_unscaled(self, module: str, pair: Pair) -> bool:
+        """Whether nothing says how a module of PEFT's is scaled."""
+        component, _ = _split_module(module)
+        is_pefts = bool(WRAPPERS.match(module)) or not component
+        return is_pefts and not pair.alpha and component not in self._configs
 
     def _find_targets(self, modules: Collection[str], base: Checkpoint) -> dict[str, str]:
         """By module, of those that the base has: the tensor that it changes."""
@@ -251,8 +247,7 @@ def name_modules(modules: Collection[str]) -> dict[str, str]:
     """What a file of kohya's calls modules. Those of a transformer by diffusers' names have a
     beginning of their own, without which loaders take them for original ones.
     """
-    plain = {module: module.replace("/", ".", 1) for module in modules}
-    named = {module: _name_module(own) for module, own in plain.items()}
+    named = {module: _name_module(module.replace("/", ".", 1)) for module in modules}
     if any(name.startswith(TRANSFORMER_BLOCKS) for name in named.values()):
         return {module: name.replace(*TRANSFORMER_KIND) for module, name in named.items()}
     return named

@@ -145,26 +145,20 @@ def read_settings(table: dict[str, Any], name: str) -> LoraConfig:
 def find_adapter(source: Source) -> Layout | None:
     """The files of an adapter; None: the source is something else."""
     folder = source.path
-    if folder.is_dir():
-        has_model = (folder / WEIGHTS_FILE).exists() or (folder / INDEX_FILE).exists()
-        has_config = (folder / ADAPTER_CONFIG).exists()
-        if has_config and has_model:
-            raise DareError(
-                f"{source.name!r} holds a model and an adapter",
-                f"name one of them, like {WEIGHTS_FILE}",
-            )
-        if has_model or not (has_config or os.path.lexists(folder / ADAPTER_FILE)):
-            return None
-    elif folder.name in (ADAPTER_FILE, ADAPTER_CONFIG):
+    if folder.name in (ADAPTER_FILE, ADAPTER_CONFIG) and not folder.is_dir():
         folder = folder.parent
-    else:
+    elif not any(os.path.lexists(folder / name) for name in (ADAPTER_FILE, ADAPTER_CONFIG)):
         return None
+    elif any((folder / name).exists() for name in (WEIGHTS_FILE, INDEX_FILE)):
+        raise DareError(
+            f"{source.name!r} holds a model and an adapter",
+            f"name one of them, like {WEIGHTS_FILE}",
+        )
     for name in (ADAPTER_CONFIG, ADAPTER_FILE):
         if not (folder / name).exists():
-            is_old = (folder / "adapter_model.bin").exists()
             raise DareError(
                 f"the adapter {source.name!r} has no {name}",
-                "load and save it with a current PEFT" if is_old else AGAIN_HINT,
+                f"{AGAIN_HINT}, with a current PEFT",
             )
     return Layout((folder / ADAPTER_FILE,), folder)
 

@@ -1,15 +1,20 @@
-"""`dare.py convert` of adapters: PEFT's to the names of kohya's trainer, and LoRA files to PEFT's,
-value for value.
+"""`dare.py convert` between the formats of other programs, value for value.
+
+Adapters: PEFT's to the names of kohya's trainer, and LoRA files to PEFT's. Diffusion models: a
+directory of diffusers as one file with the names of original ones, and back, into the form of a
+directory that is given.
 """
 
 import json
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
+from darelib.commands.merge import run as run_merge
+from darelib.commands.options import Flags, MergerClass
 from darelib.core.text import ConfigError, DareError, list_names
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.directories import ADAPTER_CONFIG, ADAPTER_FILE, part_name
@@ -18,8 +23,10 @@ from darelib.models.lora import LowRankTensor
 from darelib.models.lorafile import find_lora_file, name_modules
 from darelib.models.pairs import ALPHA
 from darelib.models.peft import PREFIX, describe_lora, find_adapter, read_settings, sort_keys
+from darelib.models.pieces import count_used
 from darelib.models.source import Source
 from darelib.models.tensorfile import TensorInfo, read_json
+from darelib.models.translation import find_homes, name_originally
 from darelib.output.directory import card_name
 from darelib.output.scratch import write_new_folder
 from darelib.output.tensors import Contents, encode_file, list_contents, write_tensors
@@ -27,6 +34,9 @@ from darelib.output.tensors import Contents, encode_file, list_contents, write_t
 DOWN: Final = "lora_down.weight"
 UP: Final = "lora_up.weight"
 NOT_LOADED: Final = ("first_stage_model.", "vae/")  # no program has LoRAs of a VAE
+MAIN: Final = ("unet/", "transformer/")  # without which a file is of no use
+
+# --- adapters ------------------------------------------------------------------------------------
 
 
 def is_adapter(old: Source) -> bool:
@@ -128,3 +138,54 @@ def _find_alpha(scale: float, rank: int) -> float:
     alpha = scale * rank
     short = float(np.float32(alpha))
     return short if short / rank == scale else alpha
+
+
+# --- diffusion models ----------------------------------------------------------------------------
+
+
+def is_diffusion(old: Source) -> bool:
+    if old.path.exists():  # else it may be a name on the Hub
+        with suppress(DareError), open_models([old]) as [model]:
+            return bool(find_homes(model.tensors))
+    return False
+
+
+def convert_to_base(flags: Flags, merger_class: MergerClass) -> None:
+    """Write a model in the form of another, which need not be its base: the merge of one model, of
+    which nothing is dropped.
+    """
+    wanted = {key: value for key, value in flags.items() if key not in ("old", "new")}
+    wanted |= {"merge": [flags["old"]], "output": flags["new"], "drop_rate": 0.0, "any_base": True}
+    with open_models([Source.of(flags["base"])]) as [form]:
+        if form.folder is None and not flags["new"].endswith(".safetensors"):
+            raise ConfigError(
+                f"{form.name!r} is one file, and so is what has its form",
+                "name a .safetensors file, or give a directory of diffusers as --base",
+            )
+        if form.components:
+            wanted["components"] = form.components
+    run_merge(wanted, merger_class)
+
+
+def convert_to_original(old: Source, new: Path) -> tuple[int, list[str]]:
+    """Write a model of diffusers as one file. Gives how many tensors it has, and what has no place
+    in it.
+    """
+    with open_models([old]) as [model]:
+        tensors = name_originally(model.tensors, old)
+        if tensors.keys() <= model.tensors.keys():
+            raise ConfigError(
+                f"{old.name!r} has the names of original files already",
+                "a directory of diffusers has settings that no file of weights has: give one of "
+                "the same kind as --base MODEL, and the result is that with these weights",
+            )
+        used = count_used(tensors.values())
+        left_out = [name for name, info in model.tensors.items() if id(info) not in used]
+        lost = [name for name in left_out if name.startswith(MAIN)]
+        if lost:
+            raise DareError(
+                f"no original name is known for {lost[0]!r} of {old.name!r}",
+                "SD 1 to 3.5, SDXL and Flux are known, where their tensors are whole",
+            )
+        write_tensors(new, list_contents(model, tensors), [file.path for file in model.files])
+    return len(tensors), left_out

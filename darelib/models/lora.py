@@ -7,11 +7,12 @@ magnitude / length * (base + scale * (left @ right)).
 """
 
 import threading
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from typing import Any, Final
+from itertools import accumulate, pairwise
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +23,6 @@ from darelib.core.tuning import TUNING
 from darelib.kernels import Kernel, KernelSpec
 from darelib.models.checkpoint import EMBEDDINGS, HEADS, Checkpoint
 from darelib.models.directories import Layout
-from darelib.models.layout import Ways, find_ways
 from darelib.models.source import Source
 from darelib.models.tensorfile import TensorInfo
 
@@ -30,6 +30,8 @@ UNLOAD_HINT: Final = (
     "merge it into its base with the program that made it (PEFT: merge_and_unload), and use the "
     "result as a model"
 )
+# By module: whether the matrices in it are stored as inputs x outputs, as GPT-2's.
+Ways: TypeAlias = Mapping[str, set[bool]]
 # Elements at a time whose squares are added. The sums' last bits depend on it.
 SQUARED_ELEMENTS: Final = 1 << 16
 
@@ -237,3 +239,28 @@ class LoraAdapter(Checkpoint):
         return np.ascontiguousarray(
             values.T if info.transposed else values, FORMATS[info.dtype].real
         )
+
+
+# --- which way matrices are stored ---------------------------------------------------------------
+
+
+def find_ways(tensors: Mapping[str, TensorInfo]) -> Ways:
+    """By module: whether the matrices in it are stored as inputs x outputs, as biases show.
+
+    A bias has a value for each output; of a square matrix, that shows nothing.
+    """
+    ways = defaultdict[str, set[bool]](set)
+    for name, info in tensors.items():
+        bias = tensors.get(f"{name.removesuffix('weight')}bias")
+        if bias and len(info.shape) == 2 and info.shape[0] != info.shape[1]:
+            for module in accumulate(name.split("."), "{}.{}".format):
+                ways[module].add(bias.shape == info.shape[1:])
+    return ways
+
+
+def find_transposed(name: str, ways: Ways) -> bool | None:
+    """Whether a matrix is stored as inputs x outputs, as are its neighbours; None: nobody knows."""
+    parts = name.split(".")
+    known = (ways[".".join(parts[:count])] for count in range(len(parts), 0, -1))
+    found = next(filter(None, known), {True, False})
+    return True in found if len(found) == 1 else None

@@ -17,8 +17,7 @@ from darelib.core.formats import widen
 from darelib.core.text import DareError, list_names
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.directories import ADAPTER_CONFIG, PIPELINE_FILE, Layout, find_weights
-from darelib.models.layout import find_transposed
-from darelib.models.lora import UNLOAD_HINT, LoraAdapter
+from darelib.models.lora import UNLOAD_HINT, LoraAdapter, find_transposed
 from darelib.models.pairs import (
     INTEGER_ALPHAS,
     OTHER_PARTS,

@@ -26,8 +26,7 @@ from darelib.models.directories import (
     Layout,
     part_name,
 )
-from darelib.models.layout import find_transposed
-from darelib.models.lora import UNLOAD_HINT, LoraAdapter
+from darelib.models.lora import UNLOAD_HINT, LoraAdapter, find_transposed
 from darelib.models.pairs import Pair, make_product, sort_pairs
 from darelib.models.patterns import match_patterns
 from darelib.models.source import HUB_NAME, Source

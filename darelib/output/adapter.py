@@ -29,8 +29,7 @@ from darelib.models.checkpoint import (
     ties_embeddings,
 )
 from darelib.models.directories import ADAPTER_CONFIG, ADAPTER_FILE
-from darelib.models.layout import find_transposed, find_ways
-from darelib.models.lora import LowRankTensor
+from darelib.models.lora import LowRankTensor, find_transposed, find_ways
 from darelib.models.peft import PREFIX, describe_lora, last_part
 from darelib.models.source import recorded_name
 from darelib.models.tensors import PLAIN, TensorInfo

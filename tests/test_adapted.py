@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import dare
-from dare import DareConfig, DareMerger
 from tests import test_tokenizer
 from tests.support import (
     BF16,
@@ -266,31 +265,6 @@ def test_a_head_that_is_tied_follows_the_embedding_that_an_adapter_changes(
     merged = merge_paths(given, [base], tmp_path / "out", lambda_coeff=0.0, engine="plain")
     assert not same_bits(merged[EMBEDDING], tensors[EMBEDDING])
     assert same_bits(merged[HEAD], (merged if tied else tensors)[EMBEDDING])
-
-
-def test_tokens_of_models_with_adapters_are_united(tmp_path: Path) -> None:
-    tokens = {"base": test_tokenizer.BASE, "chat": test_tokenizer.BASE | test_tokenizer.CHAT}
-    config = DareConfig(drop_rate=0.3, engine="plain", verbose=False)
-    names: dict[bool, list[str]] = {True: [], False: []}
-    for seed, (name, added) in enumerate(tokens.items()):
-        rows = 12 + 2 * seed
-        model = tmp_path / name
-        test_tokenizer.write_model(model, rows, added, seed)
-        table = json.loads((model / "config.json").read_text()) | {"tie_word_embeddings": False}
-        (model / "config.json").write_text(json.dumps(table))
-        adapter = on_embedding(tmp_path / f"on_{name}", rows)
-        baked = tmp_path / f"baked_{name}"
-        merge_paths(Path(f"{model}+{adapter}"), [model], baked, lambda_coeff=0.0, engine="plain")
-        names[True].append(f"{model}+{adapter}")
-        names[False].append(str(baked))
-    made = {}
-    for adapted, (base, chat) in names.items():
-        output = tmp_path / f"out{adapted}"
-        DareMerger(base, [chat], config, tokenizer="union").merge(output)
-        made[adapted] = tensors_in(output)
-    assert_same(made[True], made[False])
-    assert made[True][EMBEDDING].shape[0] == 12
-    run("verify", "-q", tmp_path / "outTrue", "--engine", "plain")
 
 
 def test_a_file_of_kohyas_trainer_can_be_the_adapter(tmp_path: Path) -> None:

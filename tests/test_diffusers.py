@@ -21,7 +21,6 @@ from tests.support import (
     read_json,
     run,
     snapshot,
-    to_hub_cache,
 )
 
 STEM = "diffusion_pytorch_model"
@@ -351,18 +350,6 @@ def test_weights_that_are_no_safetensors_are_copied_or_refused(
     run("verify", *QUICK, out)
     (tuned / "unet" / f"{STEM}.safetensors").rename(tuned / "unet" / f"{STEM}.bin")
     check_refused(base, tuned, "m1/unet", "pickles", f"dare.py convert {tuned}/unet/{STEM}.bin")
-
-
-@POSIX
-def test_a_pipeline_may_lie_in_a_cache_of_the_hub(pipelines: list[Path], tmp_path: Path) -> None:
-    """Where files are links to blobs."""
-    snapshots = [
-        to_hub_cache(tmp_path / "cache", f"org/{path.name}", path, f"{k}" * 40)
-        for k, path in enumerate(pipelines)
-    ]
-    for paths, out in ((pipelines, "out"), (snapshots, "same")):
-        run(*QUICK, *models(paths), "-o", tmp_path / out)
-    assert_same(join(load(tmp_path / "out")), join(load(tmp_path / "same")))
 
 
 @POSIX

@@ -443,12 +443,6 @@ def test_what_defaults_do_to_adapters_is_said_with_the_flags_that_bake_them(
     warnings = run_merge(pair[0], given, tmp_path / OUT, **config).warnings
     said = [warning for warning in warnings if "strength 1" in warning]
     assert [warning.partition("add ")[2] for warning in said] == [flags] * bool(flags)
-    if models == "aa" and not config:
-        words = [*flags.split(), "-q", "-b", pair[0], "-m", *given, "-o", tmp_path / OUT]
-        run(*words, "--force")
-        base = load_file(pair[0] / "model.safetensors")["layer.weight"]
-        baked = (base.float() + 2 * multiply(LAYER, 2)).to(base.dtype)
-        torch.testing.assert_close(load_file(tmp_path / OUT)["layer.weight"], baked)
 
 
 # --- what is refused ------------------------------------------------------------------------------

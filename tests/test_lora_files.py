@@ -34,14 +34,12 @@ PEFT = ("lora_A.weight", "lora_B.weight")
 RANK = 2
 
 
-def make_pair(
-    module: str, shape: tuple[int, ...], ends: tuple[str, str] = KOHYA, dot: str = "."
-) -> Tensors:
+def make_pair(module: str, shape: tuple[int, ...], ends: tuple[str, str] = KOHYA) -> Tensors:
     """The two matrices for a tensor of this shape."""
     generator = torch.Generator().manual_seed(len(module))
     down = torch.randn(RANK, *shape[1:], generator=generator)
     up = torch.randn(shape[0], RANK, *(1 for _ in shape[2:]), generator=generator) * 0.1
-    return {f"{module}{dot}{ends[0]}": down, f"{module}{dot}{ends[1]}": up}
+    return {f"{module}.{ends[0]}": down, f"{module}.{ends[1]}": up}
 
 
 def multiply(pair: Tensors) -> np.ndarray:
@@ -322,8 +320,8 @@ def test_the_configuration_in_a_header_scales(
     pairs = {name: make_pair(name, (8, 6), PEFT) for name in names}
     [path] = save(tmp_path, base=base)
     noted = {f"unet.{key}": value for key, value in config.items()}
-    lora = save_noted(tmp_path / "l.safetensors", pairs[names[0]] | pairs[names[1]], noted)
-    save_noted(lora, {k: t for pair in pairs.values() for k, t in pair.items()}, noted)
+    both = {key: tensor for pair in pairs.values() for key, tensor in pair.items()}
+    lora = save_noted(tmp_path / "l.safetensors", both, noted)
     root = np.sqrt(RANK) if "use_rslora" in config else 1
     sized = zip(names, (*(scale / root for scale in scales), 1), strict=True)
     changes = {f"{name}.weight": multiply(pairs[name]) * scale for name, scale in sized}

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from darelib.models.inputs import open_source
 from darelib.models.names import MAPS
 from darelib.models.source import Source
 from darelib.models.translation import LONGEST, find_homes, list_ways
+from tests import test_diffusers
 from tests.support import (
     BF16,
     F32,
@@ -284,10 +285,8 @@ def put_pipeline(folder: Path, tensors: Tensors) -> Path:
         part, _, inside = name.partition("/")
         parts.setdefault(part, {})[inside] = tensor
     for part, own in parts.items():
-        (folder / part).mkdir(parents=True)
-        (folder / part / "config.json").write_text("{}")
-        stem = "model" if part.startswith("text") else "diffusion_pytorch_model"
-        save_file(own, folder / part / f"{stem}.safetensors")
+        is_text = part.startswith("text")
+        test_diffusers.put(folder / part, own, "model" if is_text else test_diffusers.STEM)
     index = {part: ["diffusers", "Model"] for part in parts}
     (folder / "model_index.json").write_text(json.dumps(index))
     return folder

@@ -234,7 +234,6 @@ SD3: Final[Table] = {
 # --- single files --------------------------------------------------------------------------------
 
 ORIGINAL, DIFFUSERS = 0, 1  # which of the two names
-KINDS: Final = ("original files", "diffusers")
 # The single files that programs read: for each component, what stands before its names, and which
 # they are. Text encoders of OpenAI are everywhere called as in diffusers.
 Places: TypeAlias = Mapping[str, tuple[str, int]]

@@ -17,7 +17,6 @@ from darelib.models.names import (
     DEEP,
     DEEP_PLACE,
     DIFFUSERS,
-    KINDS,
     MAPS,
     ORIGINAL,
     POINTS,
@@ -212,11 +211,9 @@ def use_names(model: Checkpoint, base: Checkpoint) -> None:
     used = count_used(found.values())
     # What the base takes but a part of is among the rest, too, and so reported as ignored.
     own = {n: info for n, info in model.tensors.items() if used.get(id(info), -1) < info.count}
-    theirs, mine = (KINDS[find_homes(each.tensors)[0].kind] for each in (model, base))
-    how = f"the names of {theirs}, and the base those of {mine}"
     model.warnings += (
-        f"{model.name} has {how if theirs != mine else 'other names than the base'}: {len(used):,} "
-        f"of {count_of(len(model.tensors), 'tensor')} matched by a map of names",
+        f"{model.name} has other names than the base: {len(used):,} of "
+        f"{count_of(len(model.tensors), 'tensor')} matched by a map of names",
     )
     model.tensors = {**own, **found}
 

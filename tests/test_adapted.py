@@ -221,19 +221,17 @@ def test_both_parts_may_be_on_the_hub(tmp_path: Path, monkeypatch: Patch) -> Non
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
-    for number, base in enumerate(("made/base", "org/tuned+made/on_tuned")):
-        out = f"out{number}"
-        given = ("-b", base, "-m", "org/tuned@main+org/on_tuned", "made/baked_tuned")
-        run("-q", *given, "-o", out, "--engine", "plain")
-        models = tomllib.loads(Path(out, "dare_recipe.toml").read_text())["models"]
-        pinned = [f"org/{name}@{commit}" for name, commit in commits.items()]
-        assert models["merge_files"][0] == "+".join(pinned)
-        assert '- "org/tuned"\n' in (card := Path(out, "README.md").read_text())
-        assert '- "org/on_tuned"\n' in card
-        merged = tensors_in(Path(out))
-        run("verify", "-q", out, "-b", base, "-m", "made/baked_tuned", "--engine", "plain")
-    baked = tensors_in(tmp_path / "made" / "baked_tuned")
-    assert_same(merged, baked)
+    base = "org/tuned+made/on_tuned"
+    given = ("-b", base, "-m", "org/tuned@main+org/on_tuned", "made/baked_tuned")
+    run("-q", *given, "-o", "out", "--engine", "plain")
+    models = tomllib.loads(Path("out", "dare_recipe.toml").read_text())["models"]
+    pinned = [f"org/{name}@{commit}" for name, commit in commits.items()]
+    assert models["merge_files"][0] == "+".join(pinned)
+    card = Path("out", "README.md").read_text()
+    assert '- "org/tuned"\n' in card
+    assert '- "org/on_tuned"\n' in card
+    run("verify", "-q", "out", "-b", base, "-m", "made/baked_tuned", "--engine", "plain")
+    assert_same(tensors_in(Path("out")), tensors_in(tmp_path / "made" / "baked_tuned"))
 
 
 def test_fp8_under_an_adapter_is_refused(tmp_path: Path, check_refused: Refusal) -> None:

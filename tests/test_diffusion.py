@@ -28,6 +28,7 @@ from tests.support import (
     tune,
     write_adapter,
 )
+from tests.test_lora_files import make_pair
 
 OUT = "out.safetensors"
 IDS = "cond_stage_model.transformer.text_model.embeddings.position_ids"
@@ -91,15 +92,8 @@ def pair(
     module: str, shape: tuple[int, ...], rank: int = 3, alpha: torch.Tensor | None = None
 ) -> Tensors:
     """The tensors of one module. shape: of the tensor that it changes."""
-    generator = torch.Generator().manual_seed(len(module))
-    tensors = {
-        f"{module}.lora_down.weight": torch.randn(rank, *shape[1:], generator=generator),
-        f"{module}.lora_up.weight": torch.randn(
-            shape[0], rank, *(1 for _ in shape[2:]), generator=generator
-        )
-        * 0.01,
-    }
-    return tensors | ({} if alpha is None else {f"{module}.alpha": alpha})
+    own = {} if alpha is None else {f"{module}.alpha": alpha}
+    return make_pair(module, shape, rank=rank) | own
 
 
 def module_of(name: str, kind: str = "lora_unet_") -> str:

@@ -516,32 +516,9 @@ def test_an_adapter_that_is_not_two_matrices_is_named(
     for kind in ("IA3", "LOHA", "LOKR", "OFT", "VERA"):
         adapter = write_adapter(tmp_path / "adapter", LAYER, peft_type=kind)
         check_refused(pair[0], adapter, f"is of type {kind!r}", "merge_and_unload")
-    for unset in (None, False):
-        run_merge(
-            pair[0],
-            [write_adapter(adapter, LAYER, **dict.fromkeys(OTHER_ADAPTERS, unset))],
-            tmp_path / OUT,
-        )
-
-
-def test_settings_that_are_null_have_their_defaults(pair: Pair, tmp_path: Path) -> None:
-    tensors = low_rank("layer", (37, 61), rank=8)
-    keys = (
-        "r",
-        "lora_alpha",
-        "use_rslora",
-        "fan_in_fan_out",
-        "rank_pattern",
-        "alpha_pattern",
-        "init_lora_weights",
-    )
-    for name, config in {"null": dict.fromkeys(keys), "full": {"r": 8, "lora_alpha": 8}}.items():
-        run_merge(
-            pair[0],
-            [write_adapter(tmp_path / name, tensors, **config)],
-            tmp_path / f"{name}.safetensors",
-        )
-    assert_same(load_file(tmp_path / "null.safetensors"), load_file(tmp_path / "full.safetensors"))
+    others = ("use_rslora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "init_lora_weights")
+    nulls = dict.fromkeys((*OTHER_ADAPTERS, *others))
+    run_merge(pair[0], [write_adapter(adapter, LAYER, **nulls)], tmp_path / OUT)
 
 
 @pytest.mark.parametrize(

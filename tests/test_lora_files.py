@@ -34,17 +34,21 @@ PEFT = ("lora_A.weight", "lora_B.weight")
 RANK = 2
 
 
-def make_pair(module: str, shape: tuple[int, ...], ends: tuple[str, str] = KOHYA) -> Tensors:
+def make_pair(
+    module: str, shape: tuple[int, ...], ends: tuple[str, str] = KOHYA, rank: int = RANK
+) -> Tensors:
     """The two matrices for a tensor of this shape."""
     generator = torch.Generator().manual_seed(len(module))
-    down = torch.randn(RANK, *shape[1:], generator=generator)
-    up = torch.randn(shape[0], RANK, *(1 for _ in shape[2:]), generator=generator) * 0.1
+    down = torch.randn(rank, *shape[1:], generator=generator)
+    up = torch.randn(shape[0], rank, *(1 for _ in shape[2:]), generator=generator) * 0.1
     return {f"{module}.{ends[0]}": down, f"{module}.{ends[1]}": up}
 
 
 def multiply(pair: Tensors) -> np.ndarray:
+    """What up @ down is, in the shape of the tensor that it changes."""
     down, up = (tensor.double().numpy() for tensor in pair.values())
-    return (up.reshape(len(up), -1) @ down.reshape(RANK, -1)).reshape(len(up), *down.shape[1:])
+    product = up.reshape(len(up), -1) @ down.reshape(len(down), -1)
+    return product.reshape(len(up), *down.shape[1:])
 
 
 def bake(base: Path, loras: list[Path], **config: Any) -> Tensors:

@@ -16,7 +16,12 @@ from typing import Any, ClassVar, Final, Self
 
 from darelib.core.text import DareError, InputChanged
 from darelib.kernels import Kernel, KernelSpec
-from darelib.models.directories import CONFIG_FILE, Layout, part_name
+from darelib.models.directories import (
+    CONFIG_FILE,
+    Layout,
+    find_shards_beside,
+    part_name,
+)
 from darelib.models.source import Source
 from darelib.models.tensorfile import (
     AGAIN_HINT,
@@ -130,6 +135,7 @@ class Checkpoint(Input):
         self.stems = layout.stems
         # All that must not be overwritten.
         self.paths = (layout.folder, *layout.files) if layout.folder else layout.files
+        self.warnings = tuple(find_shards_beside(self.name, layout))
         self.files: list[TensorFile] = []
         self.tensors: dict[str, TensorInfo] = {}
         try:

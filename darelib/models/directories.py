@@ -8,7 +8,7 @@ import fnmatch
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Final
@@ -53,6 +53,12 @@ VARIANT: Final = re.compile(
 # In a pattern, * also stands for a slash.
 OTHER_KINDS: Final = (
     (
+        ("*.safetensors",),
+        f"has neither {WEIGHTS_FILE} nor {INDEX_FILE}, but other files",
+        f"name the file or the folder; a pipeline has {PIPELINE_FILE}, shards have an index, and "
+        "broken links want the model downloaded again",
+    ),
+    (
         ("*_optim_states.pt", "zero_to_fp32.py", "global_step*"),
         "is a training checkpoint of DeepSpeed, with the weights in pieces",
         "put them together with the script that lies in it, and give the result: "
@@ -65,12 +71,6 @@ OTHER_KINDS: Final = (
         "accelerate merge-weights DIRECTORY_OF_DISTCP_FILES merged",
     ),
     (("*.gguf",), "holds GGUF files", GGUF_HINT),
-    (
-        ("*.safetensors",),
-        f"has neither {WEIGHTS_FILE} nor {INDEX_FILE}, but other files",
-        f"name the file or the folder; a pipeline has {PIPELINE_FILE}, shards have an index, and "
-        "broken links want the model downloaded again",
-    ),
     (
         (PIPELINE_FILE,),
         "is a pipeline without weights in safetensors files",
@@ -223,6 +223,20 @@ def _find_files(source: Source, path: Path) -> Layout:
     )
     is_diffusers = path.name.startswith(f"{DIFFUSERS_STEM}.")
     return replace(layout, stems={"": DIFFUSERS_STEM if is_diffusers else OWN_STEM})
+
+
+def find_shards_beside(name: str, layout: Layout) -> Iterator[str]:
+    """What to warn of where a directory holds two models: loaders may take either."""
+    for own, stem in layout.stems.items() if layout.folder else ():
+        folder = Path(layout.folder or "", own)
+        weights = folder / f"{stem}.safetensors"
+        index = folder / f"{stem}.safetensors.index.json"
+        shards = [path.name for path in folder.glob(f"{stem}-*-of-*.safetensors")]
+        if weights in layout.files and index.exists() and shards:
+            yield (
+                f"{name} has {weights.name}, which is read, and {index.name} with shards "
+                f"({list_names(sorted(shards))}), which are not; remove what is out of date"
+            )
 
 
 def part_name(source: Source, path: Path) -> str:

@@ -1,6 +1,7 @@
 """dare.py convert: pickles as safetensors files."""
 
 import os
+import subprocess
 import sys
 import types
 import zipfile
@@ -15,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 import dare
-from tests.support import Capture, Patch, Refusal, random_model, run, save_directory
+from tests.support import HERE, POSIX, Capture, Patch, Refusal, random_model, run, save_directory
 
 
 def convert(*arguments: Any) -> int:
@@ -202,13 +203,27 @@ def test_tensors_are_written_one_after_the_other_and_copied_in_pieces(
     assert_equal(load_file(tmp_path / "new.safetensors"), weights)
 
 
+@pytest.mark.slow
+@POSIX
+def test_what_a_killed_conversion_left_is_removed_by_the_next(tmp_path: Path, weights: Any) -> None:
+    torch.save(weights, tmp_path / "old.bin")
+    words = ["convert", str(tmp_path / "old.bin"), str(tmp_path / "new.safetensors"), "-q"]
+    program = (
+        "import os, dare, darelib.commands.pickles as room\n"
+        f"room.tensor_bytes = lambda _: map(os.kill, [os.getpid()], [9])\ndare.main({words})"
+    )
+    subprocess.run([sys.executable, "-c", program], check=False, cwd=HERE)
+    assert len(os.listdir(tmp_path)) == 2, "the old file, and what was begun"
+    assert dare.main(words) == 0
+    assert sorted(os.listdir(tmp_path)) == ["new.safetensors", "old.bin"]
+
+
 def test_an_interrupted_conversion_leaves_nothing(
     tmp_path: Path, monkeypatch: Patch, weights: Any
 ) -> None:
     torch.save(weights, tmp_path / "old.bin")
-    monkeypatch.setattr(
-        "darelib.commands.pickles.tensor_bytes", Mock(side_effect=KeyboardInterrupt)
-    )
+    stop = Mock(side_effect=KeyboardInterrupt)  # when the first bytes are written
+    monkeypatch.setattr("darelib.commands.pickles.tensor_bytes", lambda tensor: map(stop, [tensor]))
     run("convert", tmp_path / "old.bin", tmp_path / "new.safetensors", status=130)
     assert os.listdir(tmp_path) == ["old.bin"]
 

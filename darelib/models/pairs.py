@@ -131,12 +131,12 @@ def make_product(
 ) -> LowRankTensor:
     """What a pair makes of a tensor of the base, or of the whole one that was saved with it.
 
-    is_turned: whether the base's matrices are stored as inputs x outputs, where all are square.
+    is_turned: whether a shape of inputs x outputs in the base is that, not another model's.
     """
     shape = (pair.b.shape[0], *pair.a.shape[1:])
     # Embeddings, and the layers of GPT-2, are stored as inputs x outputs.
     is_reverse = len(shape) == 2 and base.shape == shape[::-1]
-    transposed = pair.is_embedding or (is_reverse and (is_turned or base.shape != shape))
+    transposed = pair.is_embedding or (is_reverse and is_turned)
     shape = shape[::-1] if transposed else shape
     if whole and (whole.shape != shape or whole.dtype not in FORMATS):
         raise DareError(

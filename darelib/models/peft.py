@@ -254,11 +254,13 @@ class PeftAdapter(LoraAdapter):
             name = to_base(target)
             if name not in base.tensors:
                 raise self._explain_missing(target)
+            stored = base.tensors[name]
             is_turned = find_transposed(name, self._ways)
-            if is_turned is None:  # PEFT states what is true of the last module it looked at
+            if stored.shape[:1] != stored.shape[1:]:  # then the shape itself shows it
+                is_turned = True
+            elif is_turned is None:  # PEFT states what is true of the last module it looked at
                 is_turned = settings.fan_in_fan_out
             scale = settings.find_scale(module, pairs[module])
-            stored = base.tensors[name]
             changes[name] = make_product(pairs[module], stored, scale, is_turned, changes.get(name))
         if is_name(stated) and HUB_NAME.fullmatch(stated) and not is_folder(stated):
             self.stated = stated

@@ -194,7 +194,6 @@ def check_analysis(report: AnalysisReport, base: Tensors, *models: Tensors) -> N
         assert pair.share_both == np.mean((one != 0) & (other != 0))
         assert pair.cosine == pytest.approx(one @ other / norms if norms else 0, abs=1e-5)
         check_conflicts(pair, np.stack([one, other]))
-    check_conflicts(report, every)
 
 
 def check_conflicts(found: Any, deltas: np.ndarray) -> None:

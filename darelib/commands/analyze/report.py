@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from darelib.commands.analyze.advice import RULES, Advice, Evidence, judge_confidence, suggest
-from darelib.commands.analyze.energy import RANKS
+from darelib.commands.analyze.matrices import RANKS
 from darelib.commands.analyze.measure import DeltaStats, Findings, ModelAnalysis, PairAnalysis
 from darelib.commands.options import Report
 from darelib.core.drops import RANDOM
@@ -66,9 +66,6 @@ class AnalysisReport(Report):
     delta_threshold: float
     models: tuple[ModelAnalysis, ...]
     pairs: tuple[PairAnalysis, ...]
-    # Between any two of the models, of the parameters that at least two of them change.
-    sign_conflict: float
-    weighted_sign_conflict: float
     advice: tuple[Advice, ...]
     confidence: str
     suggestion: str  # a [dare] table and its rules, as TOML
@@ -140,10 +137,6 @@ class AnalysisReport(Report):
             space = "-" if pair.shared_space is None else f"{pair.shared_space:.2f}"
             cells = (f"{share:.1%}" for share in shares)
             rows.append([names, f"{pair.cosine:.3f}", space, *cells])
-        if len(self.models) > 2:
-            chance = f"any two (by chance: {1 - 2.0 ** (1 - len(self.models)):.1%})"
-            conflicts = [f"{self.sign_conflict:.1%}", f"{self.weighted_sign_conflict:.1%}"]
-            rows.append([chance, "", "", "", *conflicts])
         return (
             f"{table(rows)}\n(same space: whether the rows of the changes of matrices lie in one, "
             "from 0 to 1; signs conflict: of the parameters that both change; 50% is what chance "
@@ -178,7 +171,7 @@ def report_analysis(
     models = tuple(
         findings.describe_model(i, label, inputs[1 + i].partial) for i, label in enumerate(labels)
     )
-    pairs, any_two = findings.compare(labels)
+    pairs = findings.compare(labels)
     evidence = Evidence(base, task, models, pairs)
     return AnalysisReport(
         base=task.base,
@@ -187,8 +180,6 @@ def report_analysis(
         delta_threshold=task.config.delta_threshold,
         models=models,
         pairs=pairs,
-        sign_conflict=any_two.sign_conflict,
-        weighted_sign_conflict=any_two.weighted_sign_conflict,
         advice=tuple(advice for rule in RULES for advice in rule(evidence)),
         confidence=judge_confidence(evidence),
         suggestion=suggest(evidence),

@@ -53,7 +53,6 @@ from tests.support import (
     snapshot,
     tune,
     write_adapter,
-    write_config,
 )
 
 ANALYSED = {
@@ -431,7 +430,6 @@ def test_an_analysis_says_how_sure_it_is(tmp_path: Path, monkeypatch: Patch) -> 
         (count + 1, count, [UNRELATED], "base is in doubt"),
         (count + 1, count, [scaled(BASE, 0.0003)], "billions"),
         (0, count, [scaled(BASE, 0.0003)], "fairly"),
-        (0, count, [scaled(BASE, 0.0025)], "close to where the advice changes"),
         (10**9, count, [FIRST, SECOND], "fairly"),
         (10**9, count - 1, [FIRST, SECOND], f"{count - 1:,}"),
         (10**9, count, APART, "as different were not tried"),
@@ -442,29 +440,6 @@ def test_an_analysis_says_how_sure_it_is(tmp_path: Path, monkeypatch: Patch) -> 
         tune(small_model=small)
         monkeypatch.setattr(largest, tried)
         assert words in advise(tmp_path, BASE, *models)[2]
-
-
-def test_models_of_different_sizes_tolerate_different_drop_rates_and_begin_without_any(
-    tmp_path: Path,
-) -> None:
-    small, alike, large = (
-        scaled(BASE, size, seed) for seed, size in enumerate((0.0003, 0.0004, 0.004))
-    )
-    verdicts, suggested, _ = advise(tmp_path, BASE, small, large)
-    expected = {"drop_rate": ["small", "large"], "balance": ["uneven"]}
-    assert expected.items() <= verdicts.items()
-    assert (suggested["dare"]["drop_rate"], "rules" in suggested) == (0, False)
-    base = {"a.weight": torch.rand(8, 8), "b.weight": torch.zeros(8, 8)}
-    changed = {name: tensor + 0.001 for name, tensor in base.items()}
-    without_norm = [
-        {"b.weight": changed["b.weight"]},
-        base | {"b.weight": torch.full((8, 8), 1e-25)},  # whose squares are 0
-    ]
-    for of, one, other in (
-        (BASE, small, alike),
-        *((base, model, changed) for model in without_norm),
-    ):
-        assert "balance" not in advise(tmp_path, of, one, other)[0]
 
 
 def test_advice_on_rules(tmp_path: Path) -> None:
@@ -535,15 +510,19 @@ TO_NORM = {"match": ["*norm*"], "drop_rate": 0.5}
 SIGNED = {"weights": [3, -1], "normalize": False}
 SHARES = {"weights": [3, 1], "normalize": True}
 OTHERS: Config = {"seed": 7, "weights": [1.0, 0.5], "dtype": "bfloat16"}
-OUTPUT: Config = {"max_shard_size": "1MB", "delta_threshold": 0.01, "weights": [3, 1]}
+OUTPUT: Config = {"max_shard_size": "1MB", "mismatch": "overlap", "weights": [3, 1]}
 FADING = {"lambda_coeff": {"gradient": [1.0, 0.5]}}
-DROPPED = HALF | {"rescale_q": 0.8, "drop_rate": 0.3}
+DROPPED = HALF | {"drop_rate": 0.3}
 
 
 @pytest.mark.parametrize(
     ("config", "dare_table", "rules"),
     [
-        (OTHERS | {"rescale_q": 0.5, "rules": [DROPPED, TO_NORM]}, LINEAR | OTHERS, [HALF]),
+        (
+            OTHERS | {"rescale_q": 0.5, "rules": [DROPPED | {"rescale_q": 0.8}, TO_NORM]},
+            LINEAR | OTHERS,
+            [HALF],
+        ),
         (
             OUTPUT | {"method": "ties", "keep_ratio": 0.5},
             LINEAR | OUTPUT | {"normalize": True},
@@ -569,25 +548,25 @@ DROPPED = HALF | {"rescale_q": 0.8, "drop_rate": 0.3}
             WUDI | FADING,
             [],
         ),
+        (
+            {"rescale": "l1", "rules": [DROPPED | {"drop": "magnitude"}, TO_NORM]},
+            {"method": "linear", "drop_rate": 0.9, "rescale": "l1"},
+            [HALF, TO_NORM],
+        ),
     ],
     ids=str,
 )
-def test_a_suggestion_for_two_models_keeps_what_else_was_set(
+def test_a_suggestion_keeps_what_else_was_set(
     tmp_path: Path, config: Config, dare_table: Config, rules: list[Config]
 ) -> None:
     """Several begin with nothing dropped; to ties, weights were shares."""
     base = random_model(1, BF16, LAYERED)
-    tables = advise(tmp_path, base, *(scaled(base, 0.0003, seed) for seed in (1, 2)), **config)[1]
-    assert (tables["dare"], tables.get("rules", [])) == (dare_table, rules)
-
-
-def test_a_suggestion_for_one_model_keeps_rules_and_rescale(tmp_path: Path) -> None:
-    base = random_model(1, BF16, LAYERED)
-    model = scaled(base, 0.0003)
-    by_size = HALF | {"drop": "magnitude", "drop_rate": 0.3}
-    tables = advise(tmp_path, base, model, rules=[by_size, TO_NORM], rescale="l1")[1]
-    assert tables["dare"] == LINEAR | {"drop_rate": 0.9, "rescale": "l1"}
-    assert tables["rules"][:2] == [HALF, TO_NORM]
+    count = 2 if dare_table["drop_rate"] == 0 else 1
+    tables = advise(
+        tmp_path, base, *(scaled(base, 0.0003, seed) for seed in range(count)), **config
+    )[1]
+    kept = tables.get("rules", [])[: len(rules)]  # what is advised comes after it
+    assert (tables["dare"], kept) == (dare_table, rules)
 
 
 def test_an_analysis_measures_models_alike_whatever_they_drop(tmp_path: Path) -> None:
@@ -673,31 +652,6 @@ def test_a_suggestion_finds_the_models_from_where_it_lies(
     run(*words, "--force", "--tokenizer", tmp_path / "models")
     run("-c", suggested, "-q", "--engine", "plain")
     assert (tmp_path / "deep" / "down" / "a_merged" / "tokenizer.json").exists()
-
-
-def test_a_suggestion_keeps_what_changes_over_the_layers(models: Models, tmp_path: Path) -> None:
-    fading = '[[rules]]\nmatch = ["layer*"]\nlambda_coeff = {gradient = [1.0, 0.5]}\n'
-    config = write_config(tmp_path, fading + fading.replace("layer*", "head*"))
-    suggested = tmp_path / "a.toml"
-    engine = ["-q", "--engine", "plain"]
-    run("analyze", "-c", config, "--write-config", suggested, *engine)
-    run("-c", suggested, *engine)
-    before, after = (tomllib.loads(path.read_text())["rules"] for path in (config, suggested))
-    assert before == after
-
-
-def test_a_suggestion_merges_adapters_and_rows_that_models_share(tmp_path: Path) -> None:
-    base = random_model(1, BF16, {"embed.weight": (40, 30), "mlp.weight": (40, 30)})
-    short = finetune(base, 1) | {"embed.weight": base["embed.weight"][:33] * 1.01}
-    paths = save(tmp_path, base=base, short=short)
-    adapter = write_adapter(tmp_path / "adapter", low_rank("mlp", (40, 30), rank=4), r=4)
-    suggested = tmp_path / "a.toml"
-    engine = ["-q", "--engine", "plain"]
-    words = ["-b", paths[0], "-m", paths[1], adapter, "--mismatch", "overlap"]
-    run("analyze", *words, "--write-config", suggested, *engine)
-    assert tomllib.loads(suggested.read_text())["dare"] == WUDI | {"mismatch": "overlap"}
-    run("-c", suggested, "-o", tmp_path / "out.safetensors", *engine)
-    run("verify", tmp_path / "out.safetensors", *engine)
 
 
 @POSIX

@@ -2,9 +2,8 @@
 
 import fnmatch
 import re
-import sys
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from glob import escape
 from itertools import combinations
@@ -103,7 +102,7 @@ KEPT_SETTINGS: Final = (
 class Advice:
     """One piece of advice, with its reason."""
 
-    about: str  # base, drop_rate, rules, method, lambda or balance
+    about: str  # base, drop_rate, rules, method, start or lambda
     verdict: str
     model: str | None  # None: all of them
     text: str
@@ -115,8 +114,8 @@ class TensorRule(NamedTuple):
     verdict: str
     title: str
     text: str
-    rate: Callable[[float], float]  # from that of the others
-    match: Callable[[], list[str]]  # patterns, which take long where there are many tensors
+    match: list[str]  # patterns
+    rates: list[float]  # one for each model
 
 
 class Evidence:
@@ -137,7 +136,7 @@ class Evidence:
         changed = [tensor for tensor in task.changed if tensor.name in names]
         self.vectors = [tensor.name for tensor in changed if len(tensor.base.shape) < 2]
         self.matrices = [tensor.name for tensor in changed if len(tensor.base.shape) > 1]
-        self.threshold = max(self.config.delta_threshold, sys.float_info.min)
+        self.threshold = self.config.delta_threshold
         self.cosine = min((pair.cosine for pair in pairs), default=1.0)
         # Of the worst pair: that some two of many models differ somewhere is likely by chance.
         self.conflict = max((pair.weighted_sign_conflict for pair in pairs), default=0.0)
@@ -152,9 +151,10 @@ class Evidence:
         for tensor in task.tensors:
             for i, info in tensor.finetuned:
                 self.least_rates[i] = max(self.least_rates[i], info.drop_rate)
-        usable = [*map(max, self.rates, self.least_rates)]
-        self.start_rates = self.least_rates if self.several else usable
-        self.tensor_rules = tuple(find_tensor_rules(self)) if any(self.rates) else ()
+        self.start_rates = self.least_rates if self.several else self.limit_rates(self.rates)
+        # Of several models nothing more is dropped, of any tensor.
+        has_rules = any(self.rates) and not self.several
+        self.tensor_rules = tuple(find_tensor_rules(self)) if has_rules else ()
         self.start = choose_start(self)
         is_linear = self.start == "weights" or not self.several
         self.method = LINEAR if is_linear else START_METHOD
@@ -163,6 +163,9 @@ class Evidence:
         is_set = is_own and self.config.lambda_coeff != DareConfig.lambda_coeff
         self.sets_lambda = self.method == START_METHOD and not is_set
         self.alike = all(map(change_the_same, combinations(models, 2), pairs))
+
+    def limit_rates(self, rates: Sequence[float]) -> list[float]:
+        return [*map(max, rates, self.least_rates)]
 
 
 def find_level(total: DeltaStats, threshold: float) -> str:
@@ -177,13 +180,10 @@ def choose_start(evidence: Evidence) -> str:
     """
     config = evidence.config
     scopes: tuple[DareConfig | Rule, ...] = (config, *config.typed_rules)
-    if any(scope.weights and method_of(scope, config) != START_METHOD for scope in scopes):
+    weighted = [scope for scope in scopes if scope.weights]
+    if any((scope.method or config.method) != START_METHOD for scope in weighted):
         return "weights"
     return "packed" if any(evidence.least_rates) else "whole"
-
-
-def method_of(scope: DareConfig | Rule, config: DareConfig) -> str:
-    return scope.method or config.method
 
 
 def change_the_same(models: Sequence[ModelAnalysis], pair: PairAnalysis) -> bool:
@@ -217,8 +217,8 @@ def find_tensor_rules(evidence: Evidence) -> Iterator[TensorRule]:
             text="nothing of norms and biases should be dropped: they are "
             f"{count_of(len(evidence.vectors), 'tensor')} of one dimension, with too few values "
             "for what is dropped to average out",
-            rate=lambda rate: 0.0,
-            match=lambda: make_patterns(evidence.vectors, matrices),
+            match=make_patterns(evidence.vectors, matrices),
+            rates=evidence.least_rates,
         )
     if embeddings := [name for name in matrices if kind_of(name) == "embedding"]:
         zero, label = max(
@@ -234,18 +234,20 @@ def find_tensor_rules(evidence: Evidence) -> Iterator[TensorRule]:
             text="less of the embeddings should be dropped "
             f"({count_of(len(embeddings), 'tensor')}): a token's row is all that the model knows "
             f"of it{rest if 0 < zero < 1 else ''}",
-            rate=lambda rate: round(max(0.0, rate - 0.2), 2),
-            match=lambda: make_patterns(embeddings, set(matrices) - set(embeddings)),
+            match=make_patterns(embeddings, set(matrices) - set(embeddings)),
+            rates=evidence.limit_rates([round(max(0.0, rate - 0.2), 2) for rate in evidence.rates]),
         )
     if hot := find_hot_layers(evidence):
-        ends = [(layer, end) for layer in hot for end in (".*", "")]
         yield TensorRule(
             verdict="layers",
             title="layers with large deltas",
             text=f"less of {list_names(list(hot))} should be dropped: the mean |delta| there is up "
             f"to {max(hot.values()):.2g}, above {evidence.threshold:g}, unlike elsewhere",
-            rate=lambda rate: min(0.5, rate),
-            match=lambda: [escape(layer) + end for layer, end in ends if end or layer in matrices],
+            match=[
+                *(f"{escape(layer)}.*" for layer in hot),
+                *(escape(layer) for layer in hot if layer in matrices),
+            ],
+            rates=evidence.limit_rates([min(0.5, rate) for rate in evidence.rates]),
         )
 
 
@@ -306,17 +308,7 @@ def advise_on_choices(evidence: Evidence) -> Iterator[Advice]:
         yield Advice("lambda", "start", None, LAMBDA_TEXTS[evidence.start])
 
 
-def advise_on_balance(evidence: Evidence) -> Iterator[Advice]:
-    changed = [model for model in evidence.models if model.total.relative_norm]
-    norms = sorted((model.total.relative_norm, model.label) for model in changed)
-    if norms and norms[-1][0] > 3 * norms[0][0]:
-        least, small = norms[0]
-        most, large = norms[-1]
-        text = f"the delta of {large} is {most / least:.1f} times that of {small}"
-        yield Advice("balance", "uneven", None, f"{text}; weights can balance them")
-
-
-RULES: Final = (advise_on_base, advise_on_rates, advise_on_choices, advise_on_balance)
+RULES: Final = (advise_on_base, advise_on_rates, advise_on_choices)
 
 
 def judge_confidence(evidence: Evidence) -> str:
@@ -338,13 +330,7 @@ def find_doubts(evidence: Evidence) -> Iterator[str]:
                 "at 3 to 8 billion, others found little that beats the plain average "
                 "(arXiv:2511.21437)"
             )
-        return
-    for model in evidence.models:
-        total = model.total
-        ratios = (total.mean / evidence.threshold, total.share_above_threshold / TAIL_SHARE)
-        if any(2 / 3 < ratio < 3 / 2 for ratio in ratios):
-            yield f"the deltas of {model.label} are close to where the advice changes"
-    if evidence.parameters < TUNING.small_model:
+    elif evidence.parameters < TUNING.small_model:
         yield (
             "these rules are for models of billions of parameters; one of "
             f"{evidence.parameters:,} tolerates less dropping"
@@ -368,10 +354,9 @@ def suggest(evidence: Evidence) -> str:
             dare[key] = plain
     tables = (keep_rule(evidence, rule) for rule in config.typed_rules)
     rules = [("as set before", table) for table in tables if len(table) > 1]
-    for found in () if evidence.several else evidence.tensor_rules:
-        rates = [*map(max, map(found.rate, evidence.rates), evidence.least_rates)]
-        if rates != evidence.start_rates:
-            rules.append((found.title, {"match": found.match(), "drop_rate": compact(rates)}))
+    for found in evidence.tensor_rules:
+        if found.rates != evidence.start_rates:
+            rules.append((found.title, {"match": found.match, "drop_rate": compact(found.rates)}))
     texts = [format_table(f"[[rules]]  # {title}", table) for title, table in rules]
     if evidence.several:
         texts.append(format_table("[sweep]  # what to search first", SEARCHED))
@@ -383,7 +368,7 @@ def keep_rule(evidence: Evidence, rule: Rule) -> dict[str, Any]:
     drop = evidence.config.drop if rule.drop is None else rule.drop
     rate = ("drop_rate",) if is_random(drop) and not evidence.several else ()
     keys = ("match", "lambda_coeff", *rate)
-    if evidence.method == method_of(rule, evidence.config) == START_METHOD:
+    if evidence.method == (rule.method or evidence.config.method) == START_METHOD:
         keys += START_SETTINGS
     kept = {key: value for key, value in rule.as_table().items() if key in keys}
     weights = keep_weights(evidence, rule)
@@ -396,7 +381,7 @@ def keep_weights(evidence: Evidence, given: DareConfig | Rule) -> dict[str, Any]
     if evidence.method == LINEAR:  # else there are no weights, or they were for this method
         normalize = evidence.config.normalize if given.normalize is None else given.normalize
         if normalize is None:
-            normalize = METHODS[method_of(given, evidence.config)].normalize
+            normalize = METHODS[given.method or evidence.config.method].normalize
         kept["normalize"] = True if normalize and given.weights else given.normalize
     return kept
 

@@ -65,16 +65,21 @@ class Change(NamedTuple):
         return np.vstack([self.read(row) for row in chosen.tolist()]).astype(np.float64)
 
 
-def list_changes(task: MergePlan, inputs: Sequence[Input]) -> Iterator[tuple[str, dict[int, Change]]]:
+def list_changes(
+    task: MergePlan, inputs: Sequence[Input]
+) -> Iterator[tuple[str, dict[int, Change]]]:
     """Of each matrix, its name and what each model changes; of packed ones too little is known."""
     base, *models = inputs
     for tensor in task.changed:
         if matrices := find_matrices(tensor.name, tensor.base.shape):
-            yield tensor.name, {
-                i: Change(models[i], info, base, tensor.base, matrices)
-                for i, info in tensor.finetuned
-                if info.shape == tensor.base.shape and info.share == 1
-            }
+            yield (
+                tensor.name,
+                {
+                    i: Change(models[i], info, base, tensor.base, matrices)
+                    for i, info in tensor.finetuned
+                    if info.shape == tensor.base.shape and info.share == 1
+                },
+            )
 
 
 @np.errstate(all="ignore")  # no trained model has values so large

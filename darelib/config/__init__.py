@@ -14,6 +14,7 @@ from darelib.config.settings import (
     Gradient,
     Number,
     Rule,
+    Settings,
     as_toml,
     check_fields,
     check_setting,
@@ -223,59 +224,22 @@ def explain_count(name: str, count: int) -> ConfigError:
     )
 
 
-@dataclass(frozen=True)
-class DareConfig:
+@dataclass(frozen=True, kw_only=True)
+class DareConfig(Settings):
     """How to merge.
 
-    Every field is also a key of [dare] in TOML (rules: [[rules]]) and a flag of the command.
+    Every field, those of Settings among them, is also a key of [dare] in TOML (rules: [[rules]])
+    and a flag of the command.
     """
 
-    # How the thinned deltas are combined: linear, ties, slerp, ram, wudi, model_stock, nuslerp,
-    # multislerp, karcher, nearswap, sce, ramplus or arcee_fusion; passthrough takes no models.
     method: str = LINEAR
-    # Share of each delta to drop; one for all models, or one per model.
     drop_rate: Number | Sequence[Number] = 0.9
-    # None: 1/n each, or equal shares where ties normalizes.
-    weights: Sequence[Number] | None = None
-    # Divide by the sum of the weights (ties: of those that agree); None: ties and multislerp only.
-    normalize: bool | None = None
-    # What is combined: base (the models' deltas) or zero (their values); None: by method.
-    origin: str | None = None
-    # Scale of the merged delta.
+    drop: str | Sequence[str] = RANDOM
     lambda_coeff: Number = 1.0
-    # Of what is kept: expectation (True), l1, none (False); None: by drop.
-    rescale: bool | str | None = None
-    # DAREx-q: divide by this instead of by the keep rate.
-    rescale_q: Number | Sequence[Number] | None = None
-    # ties, sce: share of the entries to keep, of those that survived or that differ; None: all.
-    keep_ratio: Number | None = None
-    # slerp: position between the two models; None: 0.5.
-    slerp_t: Number | None = None
     # karcher: how many steps it may take; None: 10.
     max_iter: int | None = None
     # karcher: it ends with a step shorter than this; None: 1e-5.
     tol: float | None = None
-    # What to drop: random, magnitude, breadcrumbs or della; one, or one per model.
-    drop: str | Sequence[str] = RANDOM
-    # breadcrumbs: share of the largest to drop; None: 0.01.
-    gamma: Number | Sequence[Number] | None = None
-    # della: keep with 1 - drop_rate +- this, by size; None: 0.15.
-    epsilon: Number | Sequence[Number] | None = None
-    # nearswap: how far an entry may move; None: 0.0001.
-    swap_t: Number | None = None
-    # ram, ramplus: a model changes an entry if |delta| is at least this; None: 1e-5.
-    threshold: Number | None = None
-    # ramplus: what only one model changes is multiplied by 1 + boost * (entries that it shares /
-    # entries that are its own, at most boost_limit); None: 0.1 and 0.2.
-    boost: Number | None = None
-    boost_limit: Number | None = None
-    # wudi: a small one keeps the models' deltas apart, a large one averages them; None: 1.
-    ridge: Number | None = None
-    # wudi: the merged delta has at most so many times the mean size of the models'; None: 1.5;
-    # 0: it is not resized.
-    norm_limit: Number | None = None
-    # passthrough, which takes no models: what the base is multiplied by; None: 1.
-    scale: Number | None = None
     # Output type of float tensors, kept by its long name; None: the base's.
     dtype: str | None = None
     # Write what is FP8 without scales in the base in FP8 again.

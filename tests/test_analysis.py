@@ -319,7 +319,7 @@ def test_models_are_called_by_what_tells_them_apart(tmp_path: Path) -> None:
     paths = [*save(tmp_path / "x", m=one), *save(tmp_path / "y", m=one)]
     for chosen, labels in (
         (paths[:1], ["m"]),
-        (paths, ["x/m", "y/m"]),
+        (paths, [*map(str, paths)]),
         (paths[:1] * 2, ["m", "m"]),
     ):
         report = make_merger(base, chosen, engine="plain").analyze()
@@ -386,11 +386,6 @@ def advise(
 BASE = random_model(1, F32, LAYERED)
 FIRST, SECOND, THIRD = (scaled(BASE, 0.0005, seed) for seed in range(1, 4))
 AGAINST = {name: 2 * BASE[name] - FIRST[name] for name in BASE}
-APART = [
-    BASE | {name: model[name] for name in list(BASE)[k::2]}
-    for k, model in enumerate((FIRST, SECOND))
-]
-NESTED = BASE | {"model.norm.weight": SECOND["model.norm.weight"]}
 UNRELATED = random_model(2, F32, LAYERED)
 RULES = [{"match": ["*norm*"], "lambda_coeff": 0.5}]
 WUDI: Config = {"method": "wudi", "drop_rate": 0.0}
@@ -432,8 +427,6 @@ def test_an_analysis_says_how_sure_it_is(tmp_path: Path, monkeypatch: Patch) -> 
         (0, count, [scaled(BASE, 0.0003)], "fairly"),
         (10**9, count, [FIRST, SECOND], "fairly"),
         (10**9, count - 1, [FIRST, SECOND], f"{count - 1:,}"),
-        (10**9, count, APART, "as different were not tried"),
-        (10**9, count, [FIRST, SECOND, NESTED], "as different were not tried"),
         (10**9, count, [BASE, FIRST, SECOND], "fairly"),
         (10**9, count, [FIRST, UNRELATED], "base is in doubt"),
     ):
@@ -443,9 +436,9 @@ def test_an_analysis_says_how_sure_it_is(tmp_path: Path, monkeypatch: Patch) -> 
 
 
 def test_advice_on_rules(tmp_path: Path) -> None:
-    verdicts, suggested, _ = advise(tmp_path, BASE, scaled(BASE, 0.0003, **{"3": 0.006}))
-    assert verdicts["rules"] == ["vectors", "embeddings", "layers"]
-    rules = {"model.norm.weight": 0.0, "model.embed_tokens.weight": 0.6, "model.layers.3.*": 0.5}
+    verdicts, suggested, _ = advise(tmp_path, BASE, scaled(BASE, 0.0003))
+    assert verdicts["rules"] == ["vectors", "embeddings"]
+    rules = {"model.norm.weight": 0.0, "model.embed_tokens.weight": 0.7}
     assert suggested["rules"] == [
         {"match": [pattern], "drop_rate": rate} for pattern, rate in rules.items()
     ]

@@ -6,14 +6,13 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from glob import escape
-from itertools import combinations
 from typing import Any, Final, NamedTuple
 
 from darelib.commands.analyze.measure import DeltaStats, ModelAnalysis, PairAnalysis, kind_of
 from darelib.config import DareConfig, Gradient, Rule, as_toml
 from darelib.core.drops import EXPECTATION, is_random
 from darelib.core.methods import LINEAR, METHODS, WUDI
-from darelib.core.text import count_of, list_names
+from darelib.core.text import count_of
 from darelib.core.tuning import TUNING
 from darelib.plan.plan import MergePlan
 from darelib.requests.configfile import format_table
@@ -51,18 +50,15 @@ DROP_RATES: Final = {
     "tailed": ((0.8, 0.75), "{mean}, which dropping tolerates, but {above}"),
     "small": ((0.9, 0.85), "{mean} and {above}: dropping tolerates that well"),
 }
-HOT_LAYERS: Final = 8  # at most; if more of them have large deltas, the model has
 OPPOSED_COSINE: Final = -0.1
 # Of several models: by the experiment of docs/evidence.md the start that needs no search, with
-# nothing dropped but what packed models lack. It was of networks up to so large, whose fine-tunes
-# change mostly the same entries.
+# nothing dropped but what packed models lack.
 START_METHOD: Final = WUDI
 START_LAMBDAS: Final = {"whole": 1.0, "packed": 0.6}
 # What a sweep should try first: also what is best of the plain average, with which it compares.
 SEARCHED: Final = {"lambda_coeff": {"low": 0.3, "high": 2.0}}
 START_SETTINGS: Final = ("ridge", "norm_limit")  # of that method, which the user may have chosen
-LARGEST_TRIED: Final = 312_000_000
-LEAST_OVERLAP: Final = 0.5
+LARGEST_TRIED: Final = 312_000_000  # parameters, in that experiment
 METHOD_REASONS: Final = {
     "whole": "in this project's experiment 5.8 points ahead of the plain average, each with its "
     "best lambda (3.9 on transformers); it takes longer (--dry-run says how long): if that is too "
@@ -162,7 +158,6 @@ class Evidence:
         is_own = self.config.method == self.method
         is_set = is_own and self.config.lambda_coeff != DareConfig.lambda_coeff
         self.sets_lambda = self.method == START_METHOD and not is_set
-        self.alike = all(map(change_the_same, combinations(models, 2), pairs))
 
     def limit_rates(self, rates: Sequence[float]) -> list[float]:
         return [*map(max, rates, self.least_rates)]
@@ -184,28 +179,6 @@ def choose_start(evidence: Evidence) -> str:
     if any((scope.method or config.method) != START_METHOD for scope in weighted):
         return "weights"
     return "packed" if any(evidence.least_rates) else "whole"
-
-
-def change_the_same(models: Sequence[ModelAnalysis], pair: PairAnalysis) -> bool:
-    one, other = ({stats.name: stats.parameters for stats in model.tensors} for model in models)
-    both = pair.share_both * sum(count for name, count in one.items() if name in other)
-    changed = [(1 - model.total.share_zero) * model.total.parameters for model in models]
-    return both >= LEAST_OVERLAP * max(changed) or not min(changed)
-
-
-def find_hot_layers(evidence: Evidence) -> dict[str, float]:
-    """The layers in which some model's deltas are large, though they are not on the whole.
-
-    Gives their mean |delta|.
-    """
-    layers: dict[str, float] = {}
-    for model, level in zip(evidence.models, evidence.levels, strict=True):
-        for stats in model.layers if level in ("small", "tailed") else ():
-            has_matrices = stats.parameters > stats.tensors * 100_000
-            is_weighty = stats.parameters * 20 > model.total.parameters
-            if stats.mean > evidence.threshold and (has_matrices or is_weighty):
-                layers[stats.name] = max(layers.get(stats.name, 0.0), stats.mean)
-    return layers if len(layers) <= HOT_LAYERS else {}
 
 
 def find_tensor_rules(evidence: Evidence) -> Iterator[TensorRule]:
@@ -236,18 +209,6 @@ def find_tensor_rules(evidence: Evidence) -> Iterator[TensorRule]:
             f"of it{rest if 0 < zero < 1 else ''}",
             match=make_patterns(embeddings, set(matrices) - set(embeddings)),
             rates=evidence.limit_rates([round(max(0.0, rate - 0.2), 2) for rate in evidence.rates]),
-        )
-    if hot := find_hot_layers(evidence):
-        yield TensorRule(
-            verdict="layers",
-            title="layers with large deltas",
-            text=f"less of {list_names(list(hot))} should be dropped: the mean |delta| there is up "
-            f"to {max(hot.values()):.2g}, above {evidence.threshold:g}, unlike elsewhere",
-            match=[
-                *(f"{escape(layer)}.*" for layer in hot),
-                *(escape(layer) for layer in hot if layer in matrices),
-            ],
-            rates=evidence.limit_rates([min(0.5, rate) for rate in evidence.rates]),
         )
 
 
@@ -322,8 +283,6 @@ def find_doubts(evidence: Evidence) -> Iterator[str]:
     if any(total.relative_norm > RELATED_NORM for total in whole):
         yield "a base is in doubt, and with it all the rest"
     if evidence.several:
-        if not evidence.alike:
-            yield "fine-tunes that change entries as different were not tried"
         if evidence.parameters > LARGEST_TRIED:
             yield (
                 f"what to begin with was tried on models of up to {LARGEST_TRIED:,} parameters; "

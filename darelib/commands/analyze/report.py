@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -151,15 +150,9 @@ def stats_table(what: str, groups: Sequence[DeltaStats]) -> str:
 
 
 def shorten_names(names: Sequence[str]) -> list[str]:
-    """What to call models in tables: the last parts of their paths, as many as tell them apart."""
-    plain = [
-        name.replace(os.sep, "/").removesuffix("/").removesuffix(".safetensors") for name in names
-    ]
-    for parts in range(1, 4):
-        short = ["/".join(name.split("/")[-parts:]) for name in plain]
-        if len(set(short)) == len(set(names)):
-            return short
-    return list(names)
+    """What to call models in tables: the last parts of their paths, if these tell them apart."""
+    short = [Path(name).name.removesuffix(".safetensors") for name in names]
+    return short if len(set(short)) == len(set(names)) else list(names)
 
 
 def report_analysis(

@@ -187,7 +187,7 @@ def test_every_setting_is_checked_in_toml_and_in_scripts(
         DareConfig(**{setting: value})
 
 
-def test_the_numbers_of_numpy_are_numbers(models: Models) -> None:
+def test_the_numbers_of_numpy_are_numbers() -> None:
     settings = {
         "drop_rate": np.float32(0.5),
         "weights": np.array([1.0, 0.5]),
@@ -204,10 +204,7 @@ def test_the_numbers_of_numpy_are_numbers(models: Models) -> None:
         "max_shard_size": 5000,
         "rules": [{"match": "*bias", "drop_rate": [0.25, 0]}],
     }
-    run_merge(models[0], models[1:], OUT, **settings)
-    merged = OUT.read_bytes()
-    run_merge(models[0], models[1:], OUT, **plain)
-    assert OUT.read_bytes() == merged
+    assert DareConfig(**settings) == DareConfig(**plain)
     with pytest.raises(ConfigError, match="drop_rate must be"):
         DareConfig(drop_rate=np.float32(1.5))
 
@@ -349,18 +346,10 @@ def test_scripts_must_give_a_list_of_models_and_a_config() -> None:
             DareMerger("base.safetensors", *given)
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "float16", "float32", "float64"])
-def test_short_names_of_types_make_the_same_bytes(
-    models: Models, tmp_path: Path, name: str
-) -> None:
-    short = name.replace("bfloat", "bf").replace("float", "fp")
-    config = write_config(tmp_path, dtype=short)
-    made = set()
-    for flags in (["--dtype", name], ["--dtype", short], ["-c", config]):
-        run("-q", "--engine", "plain", *MERGE, *flags)
-        made.add(OUT.read_bytes())
-    assert (len(made), read_recipe(OUT).dare["dtype"]) == (1, name)
-    assert load_file(OUT)["layer.weight"].dtype == getattr(torch, name)
+def test_types_have_short_names() -> None:
+    for name in ("bfloat16", "float16", "float32", "float64"):
+        short = name.replace("bfloat", "bf").replace("float", "fp")
+        assert DareConfig(dtype=short) == DareConfig(dtype=name)
 
 
 def test_files_that_are_not_models_of_this_base_are_refused(
@@ -468,24 +457,6 @@ def test_what_the_system_refuses_is_passed_on(
             run(*MERGE, status=1)
         assert complaint in capsys.readouterr().err
         assert snapshot(folder) == before
-
-
-def test_what_may_not_be_looked_at_is_not_missing(
-    pair: Pair, refused: Refusal, monkeypatch: Patch
-) -> None:
-    """Neither is it looked for on the Hub."""
-    arguments = ["-o", "merged", "-m", "math", "-b"]
-    stat = os.stat
-
-    def deny(path: Any, *more: Any, **options: Any) -> os.stat_result:
-        if "locked" in str(path):
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return stat(path, *more, **options)
-
-    monkeypatch.setattr(os, "stat", deny)
-    monkeypatch.setattr(os, "lstat", deny)
-    for words in (["locked/base"], ["base", "--tokenizer", "locked/base"]):
-        refused(1, "'locked/base': Permission denied", *arguments, *words)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="paths are too short there")

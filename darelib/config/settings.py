@@ -285,9 +285,6 @@ def check_setting(name: str, value: Any, where: str) -> None:
                 hint = "--keep-fp8 writes FP8 again; else write bfloat16, and quantise the result"
         elif name == "drop_rate" and is_number(value) and 2 <= value < 100:
             hint = f"it is a share: {value:g}% are {value / 100:g}"
-        elif not isinstance(value, str) and "{" in repr(value):
-            example = "{gradient = [0.9, 0.5, 0.9]}"
-            hint = f"only numbers change over the layers, like {example}, and each of them must fit"
         raise ConfigError(f"{where} must be {check.wanted}, not {value!r}", hint)
 
 

@@ -50,7 +50,6 @@ DROP_RATES: Final = {
     "tailed": ((0.8, 0.75), "{mean}, which dropping tolerates, but {above}"),
     "small": ((0.9, 0.85), "{mean} and {above}: dropping tolerates that well"),
 }
-OPPOSED_COSINE: Final = -0.1
 # Of several models: by the experiment of docs/evidence.md the start that needs no search, with
 # nothing dropped but what packed models lack.
 START_METHOD: Final = WUDI
@@ -254,14 +253,13 @@ def advise_on_choices(evidence: Evidence) -> Iterator[Advice]:
         yield Advice("method", LINEAR, None, text)
         return
     most = "up to " if len(evidence.models) > 2 else ""
-    opposed = evidence.cosine < OPPOSED_COSINE
     yield Advice(
         "method",
         evidence.method,
         None,
         f"method {evidence.method}: {METHOD_REASONS[evidence.start]}; signs conflict in "
         f"{most}{evidence.conflict:.1%} of what both change, by magnitude; cosine "
-        f"{evidence.cosine:.2f}{', so much cancels, whatever the method' if opposed else ''}",
+        f"{evidence.cosine:.2f}",
     )
     if not any(evidence.start_rates):
         yield Advice("start", "whole", None, WHOLE_TEXT)

@@ -101,9 +101,6 @@ class ModelAnalysis:
     label: str  # a shorter name
     adapter: bool
     drop_rate: float  # as it is set now, rules apart
-    drop: str
-    # Of dropping at that rate, / |delta|: sqrt(p / (1 - p)) where it is rescaled.
-    expected_noise: float
     total: DeltaStats
     kinds: tuple[DeltaStats, ...]
     layers: tuple[DeltaStats, ...]
@@ -268,8 +265,6 @@ class Findings:
             label=label,
             adapter=is_adapter,
             drop_rate=settings.drop_rates[model],
-            drop=settings.thinnings[model].drop,
-            expected_noise=noise_of(settings, model),
             total=total.describe(label, counts[None, None]),
             kinds=tuple(
                 sums[None, kind].describe(kind, counts[None, kind])

@@ -12,7 +12,6 @@ from darelib.commands.analyze.advice import RULES, Advice, Evidence, judge_confi
 from darelib.commands.analyze.matrices import RANKS
 from darelib.commands.analyze.measure import DeltaStats, Findings, ModelAnalysis, PairAnalysis
 from darelib.commands.options import Report
-from darelib.core.drops import RANDOM
 from darelib.core.text import (
     ConfigError,
     DareError,
@@ -98,21 +97,12 @@ class AnalysisReport(Report):
     __str__ = text
 
     def _models(self) -> str:
-        lines = [
-            stats_table("model", [model.total for model in self.models]),
-            f"(of |delta|; percentiles within 3.1%; above {self.delta_threshold:g}; < 1%: about "
-            "what is below 1% of the largest; norm: |delta| / |weights|; noise: what dropping "
-            "adds, / |weights|)",
-        ]
-        for model in self.models:
-            other = f"at random, instead of by {model.drop}, would"
-            would = "is expected to" if model.drop == RANDOM else other
-            lines.append(
-                f"{printable(model.label)}: dropping {model.drop_rate:g} {would} add noise of "
-                f"{model.expected_noise:.3g} times its delta, which is "
-                f"{model.total.relative_noise:.3g} of the weights"
-            )
-        return "\n".join(lines)
+        totals = [model.total for model in self.models]
+        return (
+            f"{stats_table('model', totals)}\n(of |delta|; percentiles within 3.1%; above "
+            f"{self.delta_threshold:g}; < 1%: about what is below 1% of the largest; norm: |delta| "
+            "/ |weights|; noise: what dropping at random adds, / |weights|)"
+        )
 
     def _energy(self) -> str:
         ranks = [str(rank) for rank in RANKS]

@@ -9,9 +9,9 @@ from glob import escape
 from typing import Any, Final, NamedTuple
 
 from darelib.commands.analyze.measure import DeltaStats, ModelAnalysis, PairAnalysis, kind_of
-from darelib.config import DareConfig, Gradient, Rule, as_toml
-from darelib.core.drops import EXPECTATION, is_random
-from darelib.core.methods import LINEAR, METHODS, WUDI
+from darelib.config import CHECKS, DareConfig, Gradient, Rule, as_toml
+from darelib.core.drops import DROP_SETTINGS, EXPECTATION, is_random
+from darelib.core.methods import LINEAR, METHOD_SETTINGS, METHODS, WUDI
 from darelib.core.text import count_of
 from darelib.core.tuning import TUNING
 from darelib.plan.plan import MergePlan
@@ -56,7 +56,6 @@ START_METHOD: Final = WUDI
 START_LAMBDAS: Final = {"whole": 1.0, "packed": 0.6}
 # What a sweep should try first: also what is best of the plain average, with which it compares.
 SEARCHED: Final = {"lambda_coeff": {"low": 0.3, "high": 2.0}}
-START_SETTINGS: Final = ("ridge", "norm_limit")  # of that method, which the user may have chosen
 LARGEST_TRIED: Final = 312_000_000  # parameters, in that experiment
 METHOD_REASONS: Final = {
     "whole": "in this project's experiment 5.8 points ahead of the plain average, each with its "
@@ -79,17 +78,12 @@ LAMBDA_TEXTS: Final = {
     "first search from 0.3 to 1: that is where the best was, in the median; 1 was 10 points behind "
     "the plain average of whole models at a drop rate of 0.5, and 32 at 0.9",
 }
-KEPT_SETTINGS: Final = (
-    "seed",
-    "lambda_coeff",
-    "dtype",
-    "keep_fp8",
-    "components",
-    "mismatch",
-    "any_base",
-    "part_of",
-    "max_shard_size",
-    "delta_threshold",
+# What a suggestion has of its own, and what is about one machine.
+REPLACED: Final = frozenset(
+    {
+        *("method", "drop_rate", "drop", *DROP_SETTINGS, "rescale", "rescale_q"),
+        *("threads", "engine", "verbose"),
+    }
 )
 
 
@@ -297,20 +291,15 @@ def find_doubts(evidence: Evidence) -> Iterator[str]:
 def suggest(evidence: Evidence) -> str:
     """Tables as TOML: what is advised, what else the user has set, and what to search."""
     config = evidence.config
-    kept = {key: getattr(config, key) for key in KEPT_SETTINGS} | keep_weights(evidence, config)
-    if is_random(config.drop):  # the advice is about that; what goes with others need not fit it
-        kept["rescale"] = None if config.rescale in (True, EXPECTATION) else config.rescale
+    dare = {"method": evidence.method, "drop_rate": compact(evidence.start_rates)}
+    kept = keep_settings(evidence, config)
     if evidence.sets_lambda:
         kept["lambda_coeff"] = START_LAMBDAS[evidence.start]
-    if evidence.method == config.method == START_METHOD:
-        kept |= {key: getattr(config, key) for key in START_SETTINGS}
-    dare = {"method": evidence.method, "drop_rate": compact(evidence.start_rates)}
-    for key, value in kept.items():
-        plain = as_toml(value) if isinstance(value, Gradient | tuple) else value
-        if plain != getattr(DareConfig, key):
-            dare[key] = plain
-    tables = (keep_rule(evidence, rule) for rule in config.typed_rules)
-    rules = [("as set before", table) for table in tables if len(table) > 1]
+    dare |= {name: value for name, value in kept.items() if value != getattr(DareConfig, name)}
+    rules: list[tuple[str, dict[str, Any]]] = []
+    for rule in config.typed_rules:
+        if kept := keep_settings(evidence, rule):
+            rules.append(("as set before", {"match": rule.match} | kept))
     for found in evidence.tensor_rules:
         if found.rates != evidence.start_rates:
             rules.append((found.title, {"match": found.match, "drop_rate": compact(found.rates)}))
@@ -320,26 +309,28 @@ def suggest(evidence: Evidence) -> str:
     return "\n".join([format_table("[dare]", dare), *texts])
 
 
-def keep_rule(evidence: Evidence, rule: Rule) -> dict[str, Any]:
-    """What stays of a rule of the user's; not its rescale_q, which was for another drop rate."""
-    drop = evidence.config.drop if rule.drop is None else rule.drop
-    rate = ("drop_rate",) if is_random(drop) and not evidence.several else ()
-    keys = ("match", "lambda_coeff", *rate)
-    if evidence.method == (rule.method or evidence.config.method) == START_METHOD:
-        keys += START_SETTINGS
-    kept = {key: value for key, value in rule.as_table().items() if key in keys}
-    weights = keep_weights(evidence, rule)
-    return kept | {key: as_toml(value) for key, value in weights.items() if value is not None}
-
-
-def keep_weights(evidence: Evidence, given: DareConfig | Rule) -> dict[str, Any]:
-    """The user's weights, with the same meaning to linear: shares of a whole are divided by it."""
-    kept: dict[str, Any] = {"weights": given.weights or None}
-    if evidence.method == LINEAR:  # else there are no weights, or they were for this method
-        normalize = evidence.config.normalize if given.normalize is None else given.normalize
-        if normalize is None:
-            normalize = METHODS[given.method or evidence.config.method].normalize
-        kept["normalize"] = True if normalize and given.weights else given.normalize
+def keep_settings(evidence: Evidence, given: DareConfig | Rule) -> dict[str, Any]:
+    """What the user has set, as far as it means the same to what is advised."""
+    config = evidence.config
+    method = METHODS[given.method or config.method]
+    advised = METHODS[evidence.method]
+    kept = {}
+    for name in CHECKS:
+        value = getattr(given, name, None)
+        fits = name not in METHOD_SETTINGS or (method is advised and name in advised.settings)
+        if fits and name not in REPLACED and value is not None:
+            kept[name] = as_toml(value) if isinstance(value, Gradient | tuple) else value
+    if is_random(given.drop or config.drop):  # what goes with other drops need not fit the advice
+        if given.rescale not in (None, True, EXPECTATION):
+            kept["rescale"] = given.rescale
+        if isinstance(given, Rule) and given.drop_rate is not None and not evidence.several:
+            kept["drop_rate"] = as_toml(given.drop_rate)
+    if given.weights and evidence.method == LINEAR:  # to others, they may be shares of a whole
+        asked = config.normalize if given.normalize is None else given.normalize
+        normalize = method.normalize if asked is None else asked
+        kept["weights"] = as_toml(given.weights)
+        if normalize or given.normalize is not None:
+            kept["normalize"] = normalize
     return kept
 
 

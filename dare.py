@@ -393,7 +393,6 @@ def parse_flags(arguments: Sequence[str] | None) -> tuple[Room, Flags]:
 
 
 def explain_unknown(word: str, name: str, parser: Parser) -> ConfigError:
-    """What is wrong with a word that a command does not take."""
     if not word.startswith("-"):
         close = difflib.get_close_matches(word, COMMANDS, cutoff=0.5)
         first = f"{parser.prog} {close[0]} ..." if close else f"one of {', '.join(COMMANDS)}"
@@ -415,8 +414,6 @@ def explain_unknown(word: str, name: str, parser: Parser) -> ConfigError:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command: gives its exit status."""
-
     def act() -> None:
         room, flags = parse_flags(arguments)
         raise_open_file_limit()

@@ -92,7 +92,6 @@ def read(path: Path) -> Model:
 
 
 def make_models(count: int = 2, size: float = 0.001) -> list[Model]:
-    """A base and fine-tunes of it."""
     shapes = {"layer.weight": (37, 61), "layer.bias": (61,), "head.weight": (5, 1500), "scalar": ()}
     random = np.random.default_rng(0)
     base = {name: random.normal(size=shape) * 0.05 for name, shape in shapes.items()}
@@ -104,7 +103,6 @@ def make_models(count: int = 2, size: float = 0.001) -> list[Model]:
 
 
 def write_all(folder: Path, *models: Model) -> list[Path]:
-    """Each model as a file, the base first."""
     return [write(folder / f"{number}.safetensors", model) for number, model in enumerate(models)]
 
 
@@ -135,7 +133,6 @@ def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def models(tmp_path: Path) -> list[Path]:
-    """A base and two fine-tunes, as files."""
     names = ("base", "math", "code")
     return [
         write(tmp_path / f"{name}.safetensors", model)
@@ -157,7 +154,6 @@ def flags(models: list[Path], tmp_path: Path) -> list[str]:
 
 
 def run(*words: Any, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Python in a process of its own."""
     command = [sys.executable, *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=HERE, **options)
 

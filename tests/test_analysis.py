@@ -152,7 +152,6 @@ def deltas_of(base: Tensors, model: Tensors) -> dict[str, np.ndarray]:
 
 
 def check_stats(stats: DeltaStats, deltas: np.ndarray, weights: np.ndarray) -> None:
-    """Hold every figure to plain NumPy."""
     sizes = np.abs(deltas)
     assert (stats.parameters, stats.largest) == (len(deltas), sizes.max())
     assert stats.share_zero == np.mean(deltas == 0)
@@ -196,7 +195,6 @@ def check_analysis(report: AnalysisReport, base: Tensors, *models: Tensors) -> N
 
 
 def check_conflicts(found: Any, deltas: np.ndarray) -> None:
-    """Hold the shares of conflicts to plain NumPy."""
     mixed = (deltas > 0).any(0) & (deltas < 0).any(0)
     several = (deltas != 0).sum(0) > 1
     size = np.abs(deltas).sum(0)

@@ -214,7 +214,6 @@ class Plan(Report):
 def describe_plan(
     plan: FilePlan, inputs: Sequence[Checkpoint], resume: bool, estimate: bool
 ) -> Plan:
-    """resume: to continue an unfinished merge; estimate: whether to run some jobs."""
     taken, fit = estimate_merge(plan, inputs) if estimate else (None, None)
     return Plan(
         output=plan.output.name,

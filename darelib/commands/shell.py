@@ -48,7 +48,6 @@ def print_hints(hints: list[str]) -> None:
 
 
 def explain(error: Exception) -> DareError:
-    """What is wrong, and what to do about it."""
     if isinstance(error, DareError):
         return error
     if isinstance(error, ModuleNotFoundError):

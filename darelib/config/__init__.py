@@ -135,7 +135,6 @@ class Scope:
         return sorted(find_depths(tuple(self.values.values())))
 
     def check_drops(self) -> None:
-        """Refuse what does not go with what is dropped."""
         other = next((drop for drop in self.drops if drop != RANDOM), None)
         exact = next((drop for drop in self.drops if DROPS[drop].rescale != EXPECTATION), None)
         rescale = self.values.get("rescale")
@@ -209,19 +208,6 @@ class Scope:
             origin=values.get("origin", method.origin),
             **{name: float(values[name]) for name in METHOD_NUMBERS if name in values},
         )
-
-
-def explain_count(name: str, count: int) -> ConfigError:
-    """What is wrong with so many models for a method."""
-    if not count:
-        hint = "give --merge MODEL..., or merge_files in [models]"
-        return ConfigError("there are no models to merge", hint)
-    least, most = METHODS[name].models
-    wanted = f"{least}" if most == least else f"at least {least}"
-    others = [name for name in METHODS if METHODS[name].models == Method.models]
-    return ConfigError(
-        f"method {name} takes {wanted} models, not {count}", f"use {' or '.join(others)}"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,11 +305,17 @@ class DareConfig(Settings):
         return {scope.values["method"] for scope in self._scopes.values()}
 
     def check_models(self, count: int) -> None:
-        """Refuse settings that do not fit this number of models."""
         for name in sorted(self._methods):
             least, most = METHODS[name].models
+            if least and not count:
+                hint = "give --merge MODEL..., or merge_files in [models]"
+                raise ConfigError("there are no models to merge", hint)
             if count < least or (most is not None and count > most):
-                raise explain_count(name, count)
+                wanted = f"{least}" if most == least else f"at least {least}"
+                raise ConfigError(
+                    f"method {name} takes {wanted} models, not {count}",
+                    "use linear, which takes any number",
+                )
         self.resolve_all(count)
         if not any(any(scope.values.get("weights", [1])) for scope in self._scopes.values()):
             raise ConfigError(
@@ -353,7 +345,6 @@ class DareConfig(Settings):
         return any(len(scope.depths) > 1 for scope in self._scopes.values())
 
     def general(self, count: int) -> TensorSettings:
-        """The settings of the tensors that no rule matches, outside of the layers."""
         return self.for_rule(None, count)
 
     def for_rule(self, rule: Rule | None, count: int, depth: float = 0.0) -> TensorSettings:

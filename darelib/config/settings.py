@@ -164,8 +164,6 @@ def _number(range_in_words: str, accepts: Callable[[float], bool]) -> Check:
 
 
 def _one_or_each(one: Check, kind: str) -> Check:
-    """One for all models, or one for each of them."""
-
     def accepts(value: object) -> bool:
         values = value if isinstance(value, tuple) else (value,)
         return len(values) > 0 and all(map(one.accepts, values))

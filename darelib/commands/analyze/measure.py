@@ -237,7 +237,6 @@ class Findings:
             self._counts[model][group] = self._counts[model].get(group, 0) + counts
 
     def list_squares(self) -> list[dict[str, float]]:
-        """Of each model's deltas, the sums of squares by tensor."""
         return [
             {name: deltas.squares for name, (deltas, _) in found.items()} for found in self._tensors
         ]

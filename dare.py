@@ -30,7 +30,6 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import argparse
-import difflib
 import re
 import sys
 import time
@@ -41,11 +40,18 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from darelib import __version__
 from darelib.commands import analyze, convert, extract, merge, pack, sweep, verify
-from darelib.commands.options import COMMON, SHORT_NAMES, Flags, Room, place_config
+from darelib.commands.options import (
+    COMMON,
+    SHORT_NAMES,
+    Flags,
+    Room,
+    explain_unknown,
+    place_config,
+)
 from darelib.commands.shell import run_command
 from darelib.config import DareConfig, Rule
 from darelib.core.interrupts import Interrupts, ignore_signals
-from darelib.core.text import LOG, ConfigError, DareError, nearest
+from darelib.core.text import LOG, ConfigError, DareError
 from darelib.core.tuning import raise_open_file_limit
 from darelib.models.source import Given, Source, recorded_name
 from darelib.models.stated import find_base
@@ -388,29 +394,9 @@ def parse_flags(arguments: Sequence[str] | None) -> tuple[Room, Flags]:
     parser = build_parser(name)
     parsed, unknown = parser.parse_known_args(words)
     if unknown:
-        raise explain_unknown(unknown[0].split("=")[0], name, parser)
+        rooms = {word: room for word, (_, room) in COMMANDS.items()}
+        raise explain_unknown(unknown[0].split("=")[0], name, parser, rooms)
     return COMMANDS[name][1], vars(parsed)
-
-
-def explain_unknown(word: str, name: str, parser: Parser) -> ConfigError:
-    if not word.startswith("-"):
-        close = difflib.get_close_matches(word, COMMANDS, cutoff=0.5)
-        first = f"{parser.prog} {close[0]} ..." if close else f"one of {', '.join(COMMANDS)}"
-        return ConfigError(
-            f"{word!r} is not expected here",
-            "files go after --config, --base, --merge or --output; "
-            f"the first word may be a command: {first}",
-        )
-    for other, (_, room) in COMMANDS.items():
-        if word in room.OPTIONS:
-            return ConfigError(
-                f"{word} means nothing to {name}", f"it belongs to {parser.prog} {other}"
-            )
-    from darelib.requests.request import explain_key
-
-    foreign = explain_key(word.lstrip("-").replace("-", "_"), ())
-    hint = foreign or nearest(word, parser._option_string_actions)
-    return ConfigError(f"there is no option {word!r}", hint)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -380,12 +380,22 @@ BASE = random_model(1, F32, LAYERED)
 FIRST, SECOND, THIRD = (scaled(BASE, 0.0005, seed) for seed in range(1, 4))
 AGAINST = {name: 2 * BASE[name] - FIRST[name] for name in BASE}
 UNRELATED = random_model(2, F32, LAYERED)
-RULES = [{"match": ["*norm*"], "lambda_coeff": 0.5}]
 WUDI: Config = {"method": "wudi", "drop_rate": 0.0}
 LINEAR: Config = {"method": "linear", "drop_rate": 0.0}
 OF_WUDI: Config = {"weights": [2, 1], "ridge": 0.1, "norm_limit": 2.0}
 OF_LAYER = {"match": ["*layers.0*"], "ridge": 0.1, "norm_limit": 0.0}
-PLAIN = {"match": ["*norm*"], "method": "linear", "weights": [1, -1]}
+SIGNS = {"match": ["*norm*"], "weights": [1, -1]}
+HALF = {"match": ["*layers.0*"], "lambda_coeff": 0.3}
+GRADIENT: Config = {"weights": [{"gradient": [0.0, 1.0]}, 3.0]}
+BY_LAYER = {"match": ["*layers.0*"], "weights": [0.0, {"gradient": [2.0, 1.0]}], "normalize": True}
+TO_NORM = {"match": ["*norm*"], "drop_rate": 0.5}
+SIGNED = {"weights": [3, -1], "normalize": False}
+SHARES = {"weights": [3, 1], "normalize": True}
+OTHERS: Config = {"seed": 7, "weights": [1.0, 0.5], "dtype": "bfloat16"}
+OUTPUT: Config = {"max_shard_size": "1MB", "mismatch": "overlap", "weights": [3, 1]}
+FADING = {"lambda_coeff": {"gradient": [1.0, 0.5]}}
+DROPPED = HALF | {"drop_rate": 0.3}
+TWO = [FIRST, SECOND]
 
 
 @pytest.mark.parametrize(
@@ -452,107 +462,68 @@ def test_advice_on_rules(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("models", "config", "suggested"),
+    ("models", "config", "suggested", "rules"),
     [
-        ([FIRST], {}, {"method": "linear", "drop_rate": 0.9}),
-        ([FIRST, BASE], {}, {"method": "linear", "drop_rate": 0.9}),
-        ([FIRST, SECOND], {}, WUDI),
-        ([FIRST, SECOND, THIRD], {}, WUDI),
-        ([BASE, FIRST, SECOND], {}, WUDI),
-        ([FIRST, AGAINST], {}, WUDI),
-        ([FIRST, UNRELATED], {}, WUDI),
-        ([FIRST, SECOND], {"weights": [1, 1]}, LINEAR | {"weights": [1, 1]}),
-        ([FIRST, SECOND], WUDI | {"lambda_coeff": 0.8}, WUDI | {"lambda_coeff": 0.8}),
-        ([FIRST, SECOND], {"method": "ram", "lambda_coeff": 1.5}, WUDI),
-        ([FIRST, SECOND], WUDI | OF_WUDI, WUDI | OF_WUDI),
-        ([FIRST, SECOND], WUDI | {"rules": [OF_LAYER]}, WUDI),
-        ([FIRST, SECOND], {"normalize": True, "rules": RULES}, WUDI),
-        ([FIRST, SECOND], {"method": "wudi", "rules": [PLAIN]}, LINEAR),
-    ],
-    ids=[
-        *("one model", "one is the base", "two", "three", "two and the base", "opposed"),
-        *("unrelated", "weights are the user's", "lambda is the user's", "lambda of another"),
-        *("settings of wudi", "settings of a rule", "rules are kept", "weights of a rule"),
-    ],
-)
-def test_advice_on_method_and_lambda(
-    tmp_path: Path, models: list[Tensors], config: Config, suggested: Config
-) -> None:
-    verdicts, tables, _ = advise(tmp_path, BASE, *models, **config)
-    assert (verdicts["method"], tables["dare"]) == ([suggested["method"]], suggested)
-    is_several = suggested["drop_rate"] == 0
-    assert tables.get("sweep") == (SEARCHED if is_several else None)
-    advised = suggested["method"] == "wudi" and "lambda_coeff" not in suggested
-    assert ("lambda" in verdicts) == advised
-    if rules := config.get("rules"):
-        kept = [{key: rule[key] for key in rule if key != "method"} for rule in rules]
-        assert tables["rules"] == kept
-
-
-HALF = {"match": ["*layers.0*"], "lambda_coeff": 0.3}
-GRADIENT: Config = {"weights": [{"gradient": [0.0, 1.0]}, 3.0]}
-BY_LAYER = {"match": ["*layers.0*"], "weights": [0.0, {"gradient": [2.0, 1.0]}], "normalize": True}
-TO_NORM = {"match": ["*norm*"], "drop_rate": 0.5}
-SIGNED = {"weights": [3, -1], "normalize": False}
-SHARES = {"weights": [3, 1], "normalize": True}
-OTHERS: Config = {"seed": 7, "weights": [1.0, 0.5], "dtype": "bfloat16"}
-OUTPUT: Config = {"max_shard_size": "1MB", "mismatch": "overlap", "weights": [3, 1]}
-FADING = {"lambda_coeff": {"gradient": [1.0, 0.5]}}
-DROPPED = HALF | {"drop_rate": 0.3}
-
-
-@pytest.mark.parametrize(
-    ("config", "dare_table", "rules"),
-    [
+        ([FIRST], {}, {"method": "linear", "drop_rate": 0.9}, []),
+        ([FIRST, BASE], {}, {"method": "linear", "drop_rate": 0.9}, []),
+        (TWO, {}, WUDI, []),
+        ([FIRST, SECOND, THIRD], {}, WUDI, []),
+        ([BASE, FIRST, SECOND], {}, WUDI, []),
+        ([FIRST, AGAINST], {}, WUDI, []),
+        ([FIRST, UNRELATED], {}, WUDI, []),
+        (TWO, {"weights": [1, 1]}, LINEAR | {"weights": [1, 1]}, []),
+        (TWO, WUDI | {"lambda_coeff": 0.8}, WUDI | {"lambda_coeff": 0.8}, []),
+        (TWO, {"method": "ram", "lambda_coeff": 1.5}, WUDI, []),
+        (TWO, WUDI | OF_WUDI, WUDI | OF_WUDI, []),
+        (TWO, WUDI | {"rules": [OF_LAYER]}, WUDI, [OF_LAYER]),
+        (TWO, {"normalize": True, "rules": [HALF]}, WUDI, [HALF]),
+        (TWO, {"method": "wudi", "rules": [SIGNS | {"method": "linear"}]}, LINEAR, [SIGNS]),
         (
+            TWO,
             OTHERS | {"rescale_q": 0.5, "rules": [DROPPED | {"rescale_q": 0.8}, TO_NORM]},
             LINEAR | OTHERS,
             [HALF],
         ),
         (
+            TWO,
             OUTPUT | {"method": "ties", "keep_ratio": 0.5},
             LINEAR | OUTPUT | {"normalize": True},
             [],
         ),
-        (SIGNED | {"method": "ties"}, LINEAR | SIGNED, []),
-        (SIGNED | {"method": "linear"}, LINEAR | SIGNED, []),
-        (SHARES | {"method": "ties"}, LINEAR | SHARES, []),
-        (SHARES | {"method": "linear"}, LINEAR | SHARES, []),
-        (GRADIENT | {"rules": [BY_LAYER]}, LINEAR | GRADIENT, [BY_LAYER]),
+        *((TWO, each | {"method": "ties"}, LINEAR | each, []) for each in (SIGNED, SHARES)),
+        *((TWO, each | {"method": "linear"}, LINEAR | each, []) for each in (SIGNED, SHARES)),
+        (TWO, GRADIENT | {"rules": [BY_LAYER]}, LINEAR | GRADIENT, [BY_LAYER]),
         (
+            TWO,
             GRADIENT | {"rules": [BY_LAYER], "method": "ties"},
             LINEAR | GRADIENT | {"normalize": True},
             [BY_LAYER],
         ),
+        (TWO, WUDI | FADING | {"drop": "magnitude", "rescale": "none"}, WUDI | FADING, []),
         (
-            WUDI | FADING | {"drop": "magnitude", "rescale": "none"},
-            WUDI | FADING,
-            [],
-        ),
-        (
+            TWO,
             WUDI | FADING | {"drop": "della", "epsilon": 0.05, "rescale": "l1"},
             WUDI | FADING,
             [],
         ),
         (
+            [FIRST],
             {"rescale": "l1", "rules": [DROPPED | {"drop": "magnitude"}, TO_NORM]},
             {"method": "linear", "drop_rate": 0.9, "rescale": "l1"},
             [HALF, TO_NORM],
         ),
     ],
-    ids=str,
 )
-def test_a_suggestion_keeps_what_else_was_set(
-    tmp_path: Path, config: Config, dare_table: Config, rules: list[Config]
+def test_a_suggestion_is_what_is_advised_and_what_else_was_set(
+    tmp_path: Path, models: list[Tensors], config: Config, suggested: Config, rules: list[Config]
 ) -> None:
     """Several begin with nothing dropped; to ties, weights were shares."""
-    base = random_model(1, BF16, LAYERED)
-    count = 2 if dare_table["drop_rate"] == 0 else 1
-    tables = advise(
-        tmp_path, base, *(scaled(base, 0.0003, seed) for seed in range(count)), **config
-    )[1]
-    kept = tables.get("rules", [])[: len(rules)]  # what is advised comes after it
-    assert (tables["dare"], kept) == (dare_table, rules)
+    verdicts, tables, _ = advise(tmp_path, BASE, *models, **config)
+    assert (verdicts["method"], tables["dare"]) == ([suggested["method"]], suggested)
+    assert tables.get("rules", [])[: len(rules)] == rules, "what is advised comes after them"
+    assert tables.get("sweep") == (SEARCHED if suggested["drop_rate"] == 0 else None)
+    advised = suggested["method"] == "wudi" and "lambda_coeff" not in suggested
+    assert ("lambda" in verdicts) == advised
 
 
 STATE = """

@@ -187,19 +187,12 @@ def find_tensor_rules(evidence: Evidence) -> Iterator[TensorRule]:
             rates=evidence.least_rates,
         )
     if embeddings := [name for name in matrices if kind_of(name) == "embedding"]:
-        zero, label = max(
-            (stats.share_zero, model.label)
-            for model in evidence.models
-            for stats in model.kinds
-            if stats.name == "embedding" and model.total.largest
-        )
-        rest = f"; {zero:.1%} of those of {label} are unchanged, so the rest carries everything"
         yield TensorRule(
             verdict="embeddings",
             title="embeddings",
             text="less of the embeddings should be dropped "
             f"({count_of(len(embeddings), 'tensor')}): a token's row is all that the model knows "
-            f"of it{rest if 0 < zero < 1 else ''}",
+            "of it",
             match=make_patterns(embeddings, set(matrices) - set(embeddings)),
             rates=evidence.limit_rates([round(max(0.0, rate - 0.2), 2) for rate in evidence.rates]),
         )

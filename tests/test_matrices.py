@@ -361,10 +361,10 @@ def test_a_dry_run_knows_what_matrices_take(tmp_path: Path) -> None:
     assert plans[1].estimate
     assert plans[1].estimate.seconds > 0
     assert "method wudi" in str(plans[1])
-    assert "ridge 1" in str(plans[1])
+    assert "ridge = 1" in str(plans[1])
     rules = [{"match": "wide*", "method": "linear", "norm_limit": 1}]
     plan = make_merger(base, models, method="wudi", rules=rules).plan(tmp_path / "o.safetensors")
-    assert re.search(r"wide\*.*method linear.*norm_limit 1", str(plan))
+    assert re.search(r"wide\*.*method = .linear..*norm_limit = 1", str(plan))
 
 
 def test_torch_solves_as_numpy_does() -> None:

@@ -2,10 +2,11 @@
 
 import argparse
 import dataclasses
+import difflib
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
 
@@ -13,11 +14,11 @@ from darelib.config import DareConfig
 from darelib.core.drops import DROPS
 from darelib.core.methods import METHODS
 from darelib.core.settings import BASE, ZERO
-from darelib.core.text import LOG, ConfigError, print_result
+from darelib.core.text import LOG, ConfigError, nearest, print_result
 from darelib.models.stated import BASE_HINT
 from darelib.models.templates import TEMPLATES
 from darelib.requests.readers import YAML_SUFFIXES, load_request
-from darelib.requests.request import Request, layer_flags
+from darelib.requests.request import Request, explain_key, layer_flags
 
 Options: TypeAlias = dict[str, dict[str, Any]]  # by name: what argparse's add_argument is given
 Flags: TypeAlias = dict[str, Any]  # those that a user gives, by name
@@ -310,6 +311,28 @@ class Room(Protocol):
     OPTIONS: Options
 
     def run(self, flags: Flags, merger_class: MergerClass) -> None: ...
+
+
+def explain_unknown(
+    word: str, name: str, parser: argparse.ArgumentParser, rooms: Mapping[str, Room]
+) -> ConfigError:
+    """What is wrong with a word that a command does not take. rooms: of all commands."""
+    if not word.startswith("-"):
+        close = difflib.get_close_matches(word, rooms, cutoff=0.5)
+        first = f"{parser.prog} {close[0]} ..." if close else f"one of {', '.join(rooms)}"
+        return ConfigError(
+            f"{word!r} is not expected here",
+            "files go after --config, --base, --merge or --output; "
+            f"the first word may be a command: {first}",
+        )
+    for other, room in rooms.items():
+        if word in room.OPTIONS:
+            return ConfigError(
+                f"{word} means nothing to {name}", f"it belongs to {parser.prog} {other}"
+            )
+    foreign = explain_key(word.lstrip("-").replace("-", "_"), ())
+    hint = foreign or nearest(word, parser._option_string_actions)
+    return ConfigError(f"there is no option {word!r}", hint)
 
 
 def make_merger(flags: Flags, merger_class: MergerClass) -> tuple[Merger, Request]:

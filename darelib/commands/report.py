@@ -9,33 +9,40 @@ from heapq import nlargest
 from typing import Any, Final, Self
 
 from darelib.commands.fit import AdapterFit
-from darelib.commands.memory import estimate_memory
 from darelib.commands.options import Report
-from darelib.config import DareConfig, Rule
-from darelib.core.drops import DROPS, EXPECTATION, NONE, RANDOM
+from darelib.config import RULE_SETTINGS, DareConfig, Rule
+from darelib.core.drops import DROPS, EXPECTATION, RANDOM
 from darelib.core.interrupts import Interrupts
 from darelib.core.mask import MASK_BITS
-from darelib.core.methods import METHOD_NUMBERS, METHODS
-from darelib.core.settings import TensorSettings
+from darelib.core.methods import METHODS
 from darelib.core.text import LISTED, clip, count_of, duration, human, printable, table
 from darelib.core.tuning import TUNING
+from darelib.kernels.records import Buffers
 from darelib.models.checkpoint import Checkpoint
 from darelib.output.adapter import AdapterPlan, is_share
 from darelib.output.destination import Replaced
 from darelib.output.prepare import FilePlan
 from darelib.plan.tensors import TensorPlan
-from darelib.run.adapters import RankFinder, open_worker
-from darelib.run.matrices import estimate_solving
+from darelib.requests.configfile import as_literal
+from darelib.run.adapters import RankFinder, estimate_factors, open_worker
+from darelib.run.matrices import estimate_matrices, estimate_solving
 from darelib.run.outcomes import Outcome, Tally, explain_copied, sum_fields
 from darelib.run.rounds import measure_rate
 
 # A fine-tune's delta is a small part of its weights; two unrelated models differ by more than
 # either weighs, which is refused.
 DOUBTFUL_RATIO: Final = 0.5
+# What a merge holds besides its buffers, as measured: the process with all that it has loaded, and
+# what is known of each tensor of each model.
+PROCESS_BYTES: Final = 92_000_000
+TENSOR_BYTES: Final = 900
+
 # How many files a plan names before it says "and 12 more", and how many characters a line of names
 # has.
 MAX_FILES: Final = 6
 LINE_WIDTH: Final = 100
+# What a plan does not mention, because it goes without saying.
+USUAL: Final = {"lambda_coeff": 1.0, "rescale": True}
 
 
 @dataclass(frozen=True)
@@ -86,8 +93,7 @@ class PlannedRule:
     match: tuple[str, ...]  # its patterns; none where there is no rule
     tensors: int
     parameters: int
-    settings: TensorSettings
-    words: str  # the settings that count
+    settings: Mapping[str, Any]  # what is set, as in TOML
 
 
 @dataclass(frozen=True)
@@ -120,14 +126,6 @@ class Plan(Report):
     adapter: AdapterFit | None  # of a sample, where one would be written
     warnings: tuple[str, ...]
 
-    def as_dict(self) -> dict[str, Any]:
-        data = super().as_dict()
-        for rule in data["rules"]:  # their numbers as lists, too, which are easier to read out
-            settings = rule["settings"]
-            settings["drop_rates"] = [each["drop_rate"] for each in settings["thinnings"]]
-            settings["divisors"] = [each["divisor"] for each in settings["thinnings"]]
-        return data
-
     def __str__(self) -> str:
         parts = [
             f"would {say_what('merge', len(self.models) - 1)} {printable(self.output)}",
@@ -159,13 +157,13 @@ class Plan(Report):
 
     def _how(self) -> str:
         """What is the same for all tensors."""
-        seeds = [f"seeds {', '.join(map(str, self.seeds))}"] if self.seeds else []
-        words = [f"method {self.config['method']}", *seeds]
-        shown = (*METHOD_NUMBERS, "dtype", "origin", "normalize")
-        names = [name for name in shown if name in self.config and name != "keep_ratio"]
-        words += [f"{name} {show_setting(self.config[name])}" for name in names]
+        words = [f"method {self.config['method']}"]
+        if self.seeds:
+            words.append(f"seeds {', '.join(map(str, self.seeds))}")
         if "weights" in METHODS[self.config["method"]].settings:
             words.append(f"weights {', '.join(f'{weight:.4g}' for weight in self.weights)}")
+        if "dtype" in self.config:
+            words.append(f"dtype {self.config['dtype']}")
         return "; ".join(words)
 
     def _rules_table(self) -> str:
@@ -175,7 +173,8 @@ class Plan(Report):
             if rule.match:
                 more = f" and {len(rule.match) - 1} more" if len(rule.match) > 1 else ""
                 label = clip(rule.match[0]) + more
-            rows.append([label, f"{rule.tensors:,}", f"{rule.parameters:,}", rule.words])
+            words = [f"{name} = {as_literal(value)}" for name, value in rule.settings.items()]
+            rows.append([label, f"{rule.tensors:,}", f"{rule.parameters:,}", "; ".join(words)])
         if self.averaged_tensors:
             rows.append(["statistics", f"{len(self.averaged_tensors):,}", "", "averaged"])
         if self.copied_tensors:
@@ -215,7 +214,6 @@ class Plan(Report):
 def describe_plan(
     plan: FilePlan, inputs: Sequence[Checkpoint], resume: bool, estimate: bool
 ) -> Plan:
-    """resume: to continue an unfinished merge; estimate: whether to run some jobs."""
     taken, fit = estimate_merge(plan, inputs) if estimate else (None, None)
     return Plan(
         output=plan.output.name,
@@ -263,6 +261,18 @@ def estimate_merge(
     return estimate, AdapterFit.of(plan, outcomes)
 
 
+def estimate_memory(plan: FilePlan, inputs: Sequence[Checkpoint]) -> int:
+    """About what the process will hold: itself, what is known of the tensors, and the buffers."""
+    kinds = {look.kernel for tensor in plan.tensors for look in tensor.looks}
+    buffers = Buffers(len(plan.models), plan.chunk * plan.itemsize, kinds, plan.ranked).nbytes
+    held = [model.held_bytes for model in inputs]
+    kept = min(plan.threads * sum(held), TUNING.expand_elements * 4)
+    waiting = [tensor.encoding.count_held(tensor.base, plan.chunk) for tensor in plan.tensors]
+    threads = kept + plan.threads * (buffers + max(held) + max(waiting, default=0))
+    known = TENSOR_BYTES * len(plan.tensors) * len(inputs)
+    return PROCESS_BYTES + known + threads + estimate_matrices(plan) + estimate_factors(plan)
+
+
 def describe_rules(plan: FilePlan) -> Iterator[PlannedRule]:
     """How many tensors each rule is for; last, those that no rule is for."""
     tensors: dict[int, list[TensorPlan]] = {}
@@ -272,58 +282,21 @@ def describe_rules(plan: FilePlan) -> Iterator[PlannedRule]:
     for rule in (*plan.config.typed_rules, None):
         own = tensors.get(id(rule), [])
         if rule or own:
-            settings = plan.config.for_rule(rule, len(plan.models))
-            used = {id(tensor.settings): tensor.settings for tensor in own}
             yield PlannedRule(
                 match=rule.match if rule else (),
                 tensors=len(own),
                 parameters=sum(tensor.base.count for tensor in own),
-                settings=settings,
-                words=describe_settings([*used.values()] or [settings], plan.config, rule),
+                settings=list_settings(plan.config, rule),
             )
 
 
-def describe_settings(used: Sequence[TensorSettings], config: DareConfig, rule: Rule | None) -> str:
-    """The settings that count, of tensors that one rule is for."""
-    if not any(settings.lambda_coeff for settings in used):
-        return "lambda 0: as in the base"
-    thinnings = used[0].thinnings
-    drops = list(dict.fromkeys(thinning.drop for thinning in thinnings))
-    by = f" by {', '.join(drops)}" if drops != [RANDOM] else ""
-    words = [f"method {rule.method}"] if rule and rule.method else []
-    if thinnings:
-        words.append(f"drop rate {show_range([each.drop_rates for each in used])}{by}")
-    for name in dict.fromkeys(name for drop in drops for name in DROPS[drop].settings):
-        values = [tuple(getattr(each, name) for each in own.thinnings) for own in used]
-        words.append(f"{name} {show_range(values)}")
-    odd = {each.rescale for each in thinnings if each.rescale != DROPS[each.drop].rescale}
-    if odd:
-        words.append("not rescaled" if NONE in odd else "rescaled by l1")
-    if config.rescale_q if rule is None or rule.rescale_q is None else rule.rescale_q:
-        words.append(f"rescale_q {show_range([each.divisors for each in used])}")
-    usual = dataclasses.replace(config.general(len(thinnings)), lambda_coeff=1.0, keep_ratio=1.0)
-    shown = ("lambda_coeff", "keep_ratio", "weights", "normalize")
-    for name in (*shown, "slerp_t", "ridge", "norm_limit", "scale"):
-        values = [getattr(each, name) for each in used]
-        if any(value != getattr(usual, name) for value in values):
-            words.append(f"{name.removesuffix('_coeff')} {show_range(values)}")
-    return "; ".join(words)
-
-
-def show_range(values: Sequence[Any]) -> str:
-    """A setting of several tensors: one value or one each; where it changes, from least to most."""
-    if isinstance(values[0], bool):
-        return str(values[0]).lower()
-    rows = [value if isinstance(value, tuple) else (value,) for value in values]
-    spans = [sorted({min(column), max(column)}) for column in zip(*rows, strict=True)]
-    words = [" to ".join(f"{value:.4g}" for value in span) for span in spans]
-    return ", ".join(words if len(set(words)) > 1 else words[:1])
-
-
-def show_setting(value: Any) -> str:
-    if isinstance(value, dict):
-        return f"{', '.join(f'{number:g}' for number in value['gradient'])} over the layers"
-    return f"{value:g}" if isinstance(value, float) else str(value).lower()
+def list_settings(config: DareConfig, rule: Rule | None) -> dict[str, Any]:
+    """What a rule sets; or, for the tensors without one, what is set besides the first line's."""
+    if rule:
+        return {name: value for name, value in rule.as_table().items() if name != "match"}
+    own = [name for name in RULE_SETTINGS if name not in ("method", "weights")]
+    table = config.recipe_settings()
+    return {name: table[name] for name in own if table.get(name) not in (None, USUAL.get(name))}
 
 
 @dataclass(frozen=True)

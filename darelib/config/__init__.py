@@ -14,6 +14,7 @@ from darelib.config.settings import (
     Gradient,
     Number,
     Rule,
+    Settings,
     as_toml,
     check_fields,
     check_setting,
@@ -134,7 +135,6 @@ class Scope:
         return sorted(find_depths(tuple(self.values.values())))
 
     def check_drops(self) -> None:
-        """Refuse what does not go with what is dropped."""
         other = next((drop for drop in self.drops if drop != RANDOM), None)
         exact = next((drop for drop in self.drops if DROPS[drop].rescale != EXPECTATION), None)
         rescale = self.values.get("rescale")
@@ -210,72 +210,22 @@ class Scope:
         )
 
 
-def explain_count(name: str, count: int) -> ConfigError:
-    """What is wrong with so many models for a method."""
-    if not count:
-        hint = "give --merge MODEL..., or merge_files in [models]"
-        return ConfigError("there are no models to merge", hint)
-    least, most = METHODS[name].models
-    wanted = f"{least}" if most == least else f"at least {least}"
-    others = [name for name in METHODS if METHODS[name].models == Method.models]
-    return ConfigError(
-        f"method {name} takes {wanted} models, not {count}", f"use {' or '.join(others)}"
-    )
-
-
-@dataclass(frozen=True)
-class DareConfig:
+@dataclass(frozen=True, kw_only=True)
+class DareConfig(Settings):
     """How to merge.
 
-    Every field is also a key of [dare] in TOML (rules: [[rules]]) and a flag of the command.
+    Every field, those of Settings among them, is also a key of [dare] in TOML (rules: [[rules]])
+    and a flag of the command.
     """
 
-    # How the thinned deltas are combined: linear, ties, slerp, ram, wudi, model_stock, nuslerp,
-    # multislerp, karcher, nearswap, sce, ramplus or arcee_fusion; passthrough takes no models.
     method: str = LINEAR
-    # Share of each delta to drop; one for all models, or one per model.
     drop_rate: Number | Sequence[Number] = 0.9
-    # None: 1/n each, or equal shares where ties normalizes.
-    weights: Sequence[Number] | None = None
-    # Divide by the sum of the weights (ties: of those that agree); None: ties and multislerp only.
-    normalize: bool | None = None
-    # What is combined: base (the models' deltas) or zero (their values); None: by method.
-    origin: str | None = None
-    # Scale of the merged delta.
+    drop: str | Sequence[str] = RANDOM
     lambda_coeff: Number = 1.0
-    # Of what is kept: expectation (True), l1, none (False); None: by drop.
-    rescale: bool | str | None = None
-    # DAREx-q: divide by this instead of by the keep rate.
-    rescale_q: Number | Sequence[Number] | None = None
-    # ties, sce: share of the entries to keep, of those that survived or that differ; None: all.
-    keep_ratio: Number | None = None
-    # slerp: position between the two models; None: 0.5.
-    slerp_t: Number | None = None
     # karcher: how many steps it may take; None: 10.
     max_iter: int | None = None
     # karcher: it ends with a step shorter than this; None: 1e-5.
     tol: float | None = None
-    # What to drop: random, magnitude, breadcrumbs or della; one, or one per model.
-    drop: str | Sequence[str] = RANDOM
-    # breadcrumbs: share of the largest to drop; None: 0.01.
-    gamma: Number | Sequence[Number] | None = None
-    # della: keep with 1 - drop_rate +- this, by size; None: 0.15.
-    epsilon: Number | Sequence[Number] | None = None
-    # nearswap: how far an entry may move; None: 0.0001.
-    swap_t: Number | None = None
-    # ram, ramplus: a model changes an entry if |delta| is at least this; None: 1e-5.
-    threshold: Number | None = None
-    # ramplus: what only one model changes is multiplied by 1 + boost * (entries that it shares /
-    # entries that are its own, at most boost_limit); None: 0.1 and 0.2.
-    boost: Number | None = None
-    boost_limit: Number | None = None
-    # wudi: a small one keeps the models' deltas apart, a large one averages them; None: 1.
-    ridge: Number | None = None
-    # wudi: the merged delta has at most so many times the mean size of the models'; None: 1.5;
-    # 0: it is not resized.
-    norm_limit: Number | None = None
-    # passthrough, which takes no models: what the base is multiplied by; None: 1.
-    scale: Number | None = None
     # Output type of float tensors, kept by its long name; None: the base's.
     dtype: str | None = None
     # Write what is FP8 without scales in the base in FP8 again.
@@ -355,11 +305,17 @@ class DareConfig:
         return {scope.values["method"] for scope in self._scopes.values()}
 
     def check_models(self, count: int) -> None:
-        """Refuse settings that do not fit this number of models."""
         for name in sorted(self._methods):
             least, most = METHODS[name].models
+            if least and not count:
+                hint = "give --merge MODEL..., or merge_files in [models]"
+                raise ConfigError("there are no models to merge", hint)
             if count < least or (most is not None and count > most):
-                raise explain_count(name, count)
+                wanted = f"{least}" if most == least else f"at least {least}"
+                raise ConfigError(
+                    f"method {name} takes {wanted} models, not {count}",
+                    "use linear, which takes any number",
+                )
         self.resolve_all(count)
         if not any(any(scope.values.get("weights", [1])) for scope in self._scopes.values()):
             raise ConfigError(
@@ -389,7 +345,6 @@ class DareConfig:
         return any(len(scope.depths) > 1 for scope in self._scopes.values())
 
     def general(self, count: int) -> TensorSettings:
-        """The settings of the tensors that no rule matches, outside of the layers."""
         return self.for_rule(None, count)
 
     def for_rule(self, rule: Rule | None, count: int, depth: float = 0.0) -> TensorSettings:

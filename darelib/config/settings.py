@@ -18,14 +18,14 @@ from darelib.core.drops import DROPS, RESCALES
 from darelib.core.formats import DTYPES, SHORT_DTYPES
 from darelib.core.methods import METHODS
 from darelib.core.settings import BASE, ZERO
-from darelib.core.text import ConfigError, as_text, count_of, nearest
+from darelib.core.text import ConfigError, as_text, nearest
 
 SIZE_UNITS: Final = {"": 1, "B": 1} | {
     f"{letter}{ending}": base**power
     for power, letter in enumerate("KMGT", 1)
     for ending, base in (("B", 1000), ("IB", 1024))
 }
-# A size below this that names no unit was meant in another one: nobody wants files of five bytes.
+# A smaller size that names no unit was meant in another one: nobody wants files of five bytes.
 LEAST_BARE_SIZE: Final = 1000
 # The first part of a dotted name that is a number, and what is before it; no model has a billion
 # layers.
@@ -140,6 +140,11 @@ def parse_size(given: object) -> int:
     return given if is_count(given, 1) else 0
 
 
+def is_size(value: object) -> bool:
+    has_unit = re.search("[A-Za-z]", str(value))
+    return parse_size(value) >= (1 if has_unit else LEAST_BARE_SIZE)
+
+
 def names_part(value: object) -> bool:
     """Whether it says what names begin with, in text, which a recipe can hold."""
     texts = [*value, *value.values()] if isinstance(value, Mapping) else [value]
@@ -159,8 +164,6 @@ def _number(range_in_words: str, accepts: Callable[[float], bool]) -> Check:
 
 
 def _one_or_each(one: Check, kind: str) -> Check:
-    """One for all models, or one for each of them."""
-
     def accepts(value: object) -> bool:
         values = value if isinstance(value, tuple) else (value,)
         return len(values) > 0 and all(map(one.accepts, values))
@@ -251,8 +254,8 @@ CHECKS: Final = {
         searched=False,
     ),
     "max_shard_size": Check(
-        "a size like 5GB or 500MiB, or a number of bytes",
-        lambda value: parse_size(value) > 0,
+        f"a size like 5GB or 500MiB, or a number of bytes from {LEAST_BARE_SIZE} up",
+        is_size,
         searched=False,
     ),
     "delta_threshold": Check(
@@ -280,16 +283,7 @@ def check_setting(name: str, value: Any, where: str) -> None:
                 hint = "--keep-fp8 writes FP8 again; else write bfloat16, and quantise the result"
         elif name == "drop_rate" and is_number(value) and 2 <= value < 100:
             hint = f"it is a share: {value:g}% are {value / 100:g}"
-        elif not isinstance(value, str) and "{" in repr(value):
-            example = "{gradient = [0.9, 0.5, 0.9]}"
-            hint = f"only numbers change over the layers, like {example}, and each of them must fit"
         raise ConfigError(f"{where} must be {check.wanted}, not {value!r}", hint)
-    size = parse_size(freeze(value)) if name == "max_shard_size" else LEAST_BARE_SIZE
-    if size < LEAST_BARE_SIZE and not re.search("[A-Za-z]", str(value)):
-        raise ConfigError(
-            f"{where} would be {count_of(size, 'byte')}",
-            f"write {str(value).strip()}GB, or {size}B if you mean it",
-        )
 
 
 def check_fields(holder: Any) -> None:
@@ -310,34 +304,61 @@ def as_toml(value: Any) -> Any:
     return float(value) if is_number(value) else value
 
 
-@dataclass(frozen=True)
-class Rule:
-    """Other settings for the tensors whose names match one of some glob patterns.
-
-    None: as for all the others.
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How tensors are merged: all of them or, by a rule, some. None: what the others have, or what
+    the method or the drop has by default.
     """
 
-    match: tuple[str, ...]
+    # How the thinned deltas are combined: linear, ties, slerp, ram, wudi, model_stock, nuslerp,
+    # multislerp, karcher, nearswap, sce, ramplus or arcee_fusion; passthrough takes no models.
+    method: str | None = None
+    # Share of each delta to drop; one for all models, or one per model.
     drop_rate: Number | Sequence[Number] | None = None
-    rescale_q: Number | Sequence[Number] | None = None
-    lambda_coeff: Number | None = None
-    keep_ratio: Number | None = None
+    # What to drop: random, magnitude, breadcrumbs or della; one, or one per model.
     drop: str | Sequence[str] | None = None
+    # breadcrumbs: share of the largest to drop; None: 0.01.
     gamma: Number | Sequence[Number] | None = None
+    # della: keep with 1 - drop_rate +- this, by size; None: 0.15.
     epsilon: Number | Sequence[Number] | None = None
+    # Of what is kept: expectation (True), l1, none (False); None: by drop.
     rescale: bool | str | None = None
+    # DAREx-q: divide by this instead of by the keep rate.
+    rescale_q: Number | Sequence[Number] | None = None
+    # None: 1/n each, or equal shares where ties normalizes.
     weights: Sequence[Number] | None = None
+    # Divide by the sum of the weights (ties: of those that agree); None: ties and multislerp only.
     normalize: bool | None = None
+    # What is combined: base (the models' deltas) or zero (their values); None: by method.
     origin: str | None = None
+    # Scale of the merged delta.
+    lambda_coeff: Number | None = None
+    # ties, sce: share of the entries to keep, of those that survived or that differ; None: all.
+    keep_ratio: Number | None = None
+    # slerp: position between the two models; None: 0.5.
     slerp_t: Number | None = None
+    # nearswap: how far an entry may move; None: 0.0001.
     swap_t: Number | None = None
+    # ram, ramplus: a model changes an entry if |delta| is at least this; None: 1e-5.
+    threshold: Number | None = None
+    # ramplus: what only one model changes is multiplied by 1 + boost * (entries that it shares /
+    # entries that are its own, at most boost_limit); None: 0.1 and 0.2.
     boost: Number | None = None
     boost_limit: Number | None = None
-    method: str | None = None
-    threshold: Number | None = None
+    # wudi: a small one keeps the models' deltas apart, a large one averages them; None: 1.
     ridge: Number | None = None
+    # wudi: the merged delta has at most so many times the mean size of the models'; None: 1.5;
+    # 0: it is not resized.
     norm_limit: Number | None = None
+    # passthrough, which takes no models: what the base is multiplied by; None: 1.
     scale: Number | None = None
+
+
+@dataclass(frozen=True)
+class Rule(Settings):
+    """Other settings for the tensors whose names match one of some glob patterns."""
+
+    match: tuple[str, ...]
 
     def __post_init__(self) -> None:
         match = (self.match,) if isinstance(self.match, str) else freeze(self.match)
@@ -377,7 +398,7 @@ class Rule:
 
 
 # What a rule may set for the tensors that it matches.
-RULE_SETTINGS: Final = tuple(field.name for field in fields(Rule) if field.name != "match")
+RULE_SETTINGS: Final = tuple(field.name for field in fields(Settings))
 # What says how a tensor is merged.
 TENSOR_SETTINGS: Final = ("max_iter", "tol", *RULE_SETTINGS)
 

@@ -2,19 +2,17 @@
 
 import fnmatch
 import re
-import sys
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from glob import escape
-from itertools import combinations
 from typing import Any, Final, NamedTuple
 
 from darelib.commands.analyze.measure import DeltaStats, ModelAnalysis, PairAnalysis, kind_of
-from darelib.config import DareConfig, Gradient, Rule, as_toml
-from darelib.core.drops import EXPECTATION, is_random
-from darelib.core.methods import LINEAR, METHODS, WUDI
-from darelib.core.text import count_of, list_names
+from darelib.config import CHECKS, DareConfig, Gradient, Rule, as_toml
+from darelib.core.drops import DROP_SETTINGS, EXPECTATION, is_random
+from darelib.core.methods import LINEAR, METHOD_SETTINGS, METHODS, WUDI
+from darelib.core.text import count_of
 from darelib.core.tuning import TUNING
 from darelib.plan.plan import MergePlan
 from darelib.requests.configfile import format_table
@@ -52,18 +50,13 @@ DROP_RATES: Final = {
     "tailed": ((0.8, 0.75), "{mean}, which dropping tolerates, but {above}"),
     "small": ((0.9, 0.85), "{mean} and {above}: dropping tolerates that well"),
 }
-HOT_LAYERS: Final = 8  # at most; if more of them have large deltas, the model has
-OPPOSED_COSINE: Final = -0.1
 # Of several models: by the experiment of docs/evidence.md the start that needs no search, with
-# nothing dropped but what packed models lack. It was of networks up to so large, whose fine-tunes
-# change mostly the same entries.
+# nothing dropped but what packed models lack.
 START_METHOD: Final = WUDI
 START_LAMBDAS: Final = {"whole": 1.0, "packed": 0.6}
 # What a sweep should try first: also what is best of the plain average, with which it compares.
 SEARCHED: Final = {"lambda_coeff": {"low": 0.3, "high": 2.0}}
-START_SETTINGS: Final = ("ridge", "norm_limit")  # of that method, which the user may have chosen
-LARGEST_TRIED: Final = 312_000_000
-LEAST_OVERLAP: Final = 0.5
+LARGEST_TRIED: Final = 312_000_000  # parameters, in that experiment
 METHOD_REASONS: Final = {
     "whole": "in this project's experiment 5.8 points ahead of the plain average, each with its "
     "best lambda (3.9 on transformers); it takes longer (--dry-run says how long): if that is too "
@@ -85,17 +78,12 @@ LAMBDA_TEXTS: Final = {
     "first search from 0.3 to 1: that is where the best was, in the median; 1 was 10 points behind "
     "the plain average of whole models at a drop rate of 0.5, and 32 at 0.9",
 }
-KEPT_SETTINGS: Final = (
-    "seed",
-    "lambda_coeff",
-    "dtype",
-    "keep_fp8",
-    "components",
-    "mismatch",
-    "any_base",
-    "part_of",
-    "max_shard_size",
-    "delta_threshold",
+# What a suggestion has of its own, and what is about one machine.
+REPLACED: Final = frozenset(
+    {
+        *("method", "drop_rate", "drop", *DROP_SETTINGS, "rescale", "rescale_q"),
+        *("threads", "engine", "verbose"),
+    }
 )
 
 
@@ -103,7 +91,7 @@ KEPT_SETTINGS: Final = (
 class Advice:
     """One piece of advice, with its reason."""
 
-    about: str  # base, drop_rate, rules, method, lambda or balance
+    about: str  # base, drop_rate, rules, method, start or lambda
     verdict: str
     model: str | None  # None: all of them
     text: str
@@ -115,8 +103,8 @@ class TensorRule(NamedTuple):
     verdict: str
     title: str
     text: str
-    rate: Callable[[float], float]  # from that of the others
-    match: Callable[[], list[str]]  # patterns, which take long where there are many tensors
+    match: list[str]  # patterns
+    rates: list[float]  # one for each model
 
 
 class Evidence:
@@ -137,7 +125,7 @@ class Evidence:
         changed = [tensor for tensor in task.changed if tensor.name in names]
         self.vectors = [tensor.name for tensor in changed if len(tensor.base.shape) < 2]
         self.matrices = [tensor.name for tensor in changed if len(tensor.base.shape) > 1]
-        self.threshold = max(self.config.delta_threshold, sys.float_info.min)
+        self.threshold = self.config.delta_threshold
         self.cosine = min((pair.cosine for pair in pairs), default=1.0)
         # Of the worst pair: that some two of many models differ somewhere is likely by chance.
         self.conflict = max((pair.weighted_sign_conflict for pair in pairs), default=0.0)
@@ -152,9 +140,10 @@ class Evidence:
         for tensor in task.tensors:
             for i, info in tensor.finetuned:
                 self.least_rates[i] = max(self.least_rates[i], info.drop_rate)
-        usable = [*map(max, self.rates, self.least_rates)]
-        self.start_rates = self.least_rates if self.several else usable
-        self.tensor_rules = tuple(find_tensor_rules(self)) if any(self.rates) else ()
+        self.start_rates = self.least_rates if self.several else self.limit_rates(self.rates)
+        # Of several models nothing more is dropped, of any tensor.
+        has_rules = any(self.rates) and not self.several
+        self.tensor_rules = tuple(find_tensor_rules(self)) if has_rules else ()
         self.start = choose_start(self)
         is_linear = self.start == "weights" or not self.several
         self.method = LINEAR if is_linear else START_METHOD
@@ -162,7 +151,9 @@ class Evidence:
         is_own = self.config.method == self.method
         is_set = is_own and self.config.lambda_coeff != DareConfig.lambda_coeff
         self.sets_lambda = self.method == START_METHOD and not is_set
-        self.alike = all(map(change_the_same, combinations(models, 2), pairs))
+
+    def limit_rates(self, rates: Sequence[float]) -> list[float]:
+        return [*map(max, rates, self.least_rates)]
 
 
 def find_level(total: DeltaStats, threshold: float) -> str:
@@ -177,35 +168,10 @@ def choose_start(evidence: Evidence) -> str:
     """
     config = evidence.config
     scopes: tuple[DareConfig | Rule, ...] = (config, *config.typed_rules)
-    if any(scope.weights and method_of(scope, config) != START_METHOD for scope in scopes):
+    weighted = [scope for scope in scopes if scope.weights]
+    if any((scope.method or config.method) != START_METHOD for scope in weighted):
         return "weights"
     return "packed" if any(evidence.least_rates) else "whole"
-
-
-def method_of(scope: DareConfig | Rule, config: DareConfig) -> str:
-    return scope.method or config.method
-
-
-def change_the_same(models: Sequence[ModelAnalysis], pair: PairAnalysis) -> bool:
-    one, other = ({stats.name: stats.parameters for stats in model.tensors} for model in models)
-    both = pair.share_both * sum(count for name, count in one.items() if name in other)
-    changed = [(1 - model.total.share_zero) * model.total.parameters for model in models]
-    return both >= LEAST_OVERLAP * max(changed) or not min(changed)
-
-
-def find_hot_layers(evidence: Evidence) -> dict[str, float]:
-    """The layers in which some model's deltas are large, though they are not on the whole.
-
-    Gives their mean |delta|.
-    """
-    layers: dict[str, float] = {}
-    for model, level in zip(evidence.models, evidence.levels, strict=True):
-        for stats in model.layers if level in ("small", "tailed") else ():
-            has_matrices = stats.parameters > stats.tensors * 100_000
-            is_weighty = stats.parameters * 20 > model.total.parameters
-            if stats.mean > evidence.threshold and (has_matrices or is_weighty):
-                layers[stats.name] = max(layers.get(stats.name, 0.0), stats.mean)
-    return layers if len(layers) <= HOT_LAYERS else {}
 
 
 def find_tensor_rules(evidence: Evidence) -> Iterator[TensorRule]:
@@ -217,35 +183,18 @@ def find_tensor_rules(evidence: Evidence) -> Iterator[TensorRule]:
             text="nothing of norms and biases should be dropped: they are "
             f"{count_of(len(evidence.vectors), 'tensor')} of one dimension, with too few values "
             "for what is dropped to average out",
-            rate=lambda rate: 0.0,
-            match=lambda: make_patterns(evidence.vectors, matrices),
+            match=make_patterns(evidence.vectors, matrices),
+            rates=evidence.least_rates,
         )
     if embeddings := [name for name in matrices if kind_of(name) == "embedding"]:
-        zero, label = max(
-            (stats.share_zero, model.label)
-            for model in evidence.models
-            for stats in model.kinds
-            if stats.name == "embedding" and model.total.largest
-        )
-        rest = f"; {zero:.1%} of those of {label} are unchanged, so the rest carries everything"
         yield TensorRule(
             verdict="embeddings",
             title="embeddings",
             text="less of the embeddings should be dropped "
             f"({count_of(len(embeddings), 'tensor')}): a token's row is all that the model knows "
-            f"of it{rest if 0 < zero < 1 else ''}",
-            rate=lambda rate: round(max(0.0, rate - 0.2), 2),
-            match=lambda: make_patterns(embeddings, set(matrices) - set(embeddings)),
-        )
-    if hot := find_hot_layers(evidence):
-        ends = [(layer, end) for layer in hot for end in (".*", "")]
-        yield TensorRule(
-            verdict="layers",
-            title="layers with large deltas",
-            text=f"less of {list_names(list(hot))} should be dropped: the mean |delta| there is up "
-            f"to {max(hot.values()):.2g}, above {evidence.threshold:g}, unlike elsewhere",
-            rate=lambda rate: min(0.5, rate),
-            match=lambda: [escape(layer) + end for layer, end in ends if end or layer in matrices],
+            "of it",
+            match=make_patterns(embeddings, set(matrices) - set(embeddings)),
+            rates=evidence.limit_rates([round(max(0.0, rate - 0.2), 2) for rate in evidence.rates]),
         )
 
 
@@ -291,14 +240,13 @@ def advise_on_choices(evidence: Evidence) -> Iterator[Advice]:
         yield Advice("method", LINEAR, None, text)
         return
     most = "up to " if len(evidence.models) > 2 else ""
-    opposed = evidence.cosine < OPPOSED_COSINE
     yield Advice(
         "method",
         evidence.method,
         None,
         f"method {evidence.method}: {METHOD_REASONS[evidence.start]}; signs conflict in "
         f"{most}{evidence.conflict:.1%} of what both change, by magnitude; cosine "
-        f"{evidence.cosine:.2f}{', so much cancels, whatever the method' if opposed else ''}",
+        f"{evidence.cosine:.2f}",
     )
     if not any(evidence.start_rates):
         yield Advice("start", "whole", None, WHOLE_TEXT)
@@ -306,17 +254,7 @@ def advise_on_choices(evidence: Evidence) -> Iterator[Advice]:
         yield Advice("lambda", "start", None, LAMBDA_TEXTS[evidence.start])
 
 
-def advise_on_balance(evidence: Evidence) -> Iterator[Advice]:
-    changed = [model for model in evidence.models if model.total.relative_norm]
-    norms = sorted((model.total.relative_norm, model.label) for model in changed)
-    if norms and norms[-1][0] > 3 * norms[0][0]:
-        least, small = norms[0]
-        most, large = norms[-1]
-        text = f"the delta of {large} is {most / least:.1f} times that of {small}"
-        yield Advice("balance", "uneven", None, f"{text}; weights can balance them")
-
-
-RULES: Final = (advise_on_base, advise_on_rates, advise_on_choices, advise_on_balance)
+RULES: Final = (advise_on_base, advise_on_rates, advise_on_choices)
 
 
 def judge_confidence(evidence: Evidence) -> str:
@@ -330,21 +268,13 @@ def find_doubts(evidence: Evidence) -> Iterator[str]:
     if any(total.relative_norm > RELATED_NORM for total in whole):
         yield "a base is in doubt, and with it all the rest"
     if evidence.several:
-        if not evidence.alike:
-            yield "fine-tunes that change entries as different were not tried"
         if evidence.parameters > LARGEST_TRIED:
             yield (
                 f"what to begin with was tried on models of up to {LARGEST_TRIED:,} parameters; "
                 "at 3 to 8 billion, others found little that beats the plain average "
                 "(arXiv:2511.21437)"
             )
-        return
-    for model in evidence.models:
-        total = model.total
-        ratios = (total.mean / evidence.threshold, total.share_above_threshold / TAIL_SHARE)
-        if any(2 / 3 < ratio < 3 / 2 for ratio in ratios):
-            yield f"the deltas of {model.label} are close to where the advice changes"
-    if evidence.parameters < TUNING.small_model:
+    elif evidence.parameters < TUNING.small_model:
         yield (
             "these rules are for models of billions of parameters; one of "
             f"{evidence.parameters:,} tolerates less dropping"
@@ -354,50 +284,46 @@ def find_doubts(evidence: Evidence) -> Iterator[str]:
 def suggest(evidence: Evidence) -> str:
     """Tables as TOML: what is advised, what else the user has set, and what to search."""
     config = evidence.config
-    kept = {key: getattr(config, key) for key in KEPT_SETTINGS} | keep_weights(evidence, config)
-    if is_random(config.drop):  # the advice is about that; what goes with others need not fit it
-        kept["rescale"] = None if config.rescale in (True, EXPECTATION) else config.rescale
+    dare = {"method": evidence.method, "drop_rate": compact(evidence.start_rates)}
+    kept = keep_settings(evidence, config)
     if evidence.sets_lambda:
         kept["lambda_coeff"] = START_LAMBDAS[evidence.start]
-    if evidence.method == config.method == START_METHOD:
-        kept |= {key: getattr(config, key) for key in START_SETTINGS}
-    dare = {"method": evidence.method, "drop_rate": compact(evidence.start_rates)}
-    for key, value in kept.items():
-        plain = as_toml(value) if isinstance(value, Gradient | tuple) else value
-        if plain != getattr(DareConfig, key):
-            dare[key] = plain
-    tables = (keep_rule(evidence, rule) for rule in config.typed_rules)
-    rules = [("as set before", table) for table in tables if len(table) > 1]
-    for found in () if evidence.several else evidence.tensor_rules:
-        rates = [*map(max, map(found.rate, evidence.rates), evidence.least_rates)]
-        if rates != evidence.start_rates:
-            rules.append((found.title, {"match": found.match(), "drop_rate": compact(rates)}))
+    dare |= {name: value for name, value in kept.items() if value != getattr(DareConfig, name)}
+    rules: list[tuple[str, dict[str, Any]]] = []
+    for rule in config.typed_rules:
+        if kept := keep_settings(evidence, rule):
+            rules.append(("as set before", {"match": rule.match} | kept))
+    for found in evidence.tensor_rules:
+        if found.rates != evidence.start_rates:
+            rules.append((found.title, {"match": found.match, "drop_rate": compact(found.rates)}))
     texts = [format_table(f"[[rules]]  # {title}", table) for title, table in rules]
     if evidence.several:
         texts.append(format_table("[sweep]  # what to search first", SEARCHED))
     return "\n".join([format_table("[dare]", dare), *texts])
 
 
-def keep_rule(evidence: Evidence, rule: Rule) -> dict[str, Any]:
-    """What stays of a rule of the user's; not its rescale_q, which was for another drop rate."""
-    drop = evidence.config.drop if rule.drop is None else rule.drop
-    rate = ("drop_rate",) if is_random(drop) and not evidence.several else ()
-    keys = ("match", "lambda_coeff", *rate)
-    if evidence.method == method_of(rule, evidence.config) == START_METHOD:
-        keys += START_SETTINGS
-    kept = {key: value for key, value in rule.as_table().items() if key in keys}
-    weights = keep_weights(evidence, rule)
-    return kept | {key: as_toml(value) for key, value in weights.items() if value is not None}
-
-
-def keep_weights(evidence: Evidence, given: DareConfig | Rule) -> dict[str, Any]:
-    """The user's weights, with the same meaning to linear: shares of a whole are divided by it."""
-    kept: dict[str, Any] = {"weights": given.weights or None}
-    if evidence.method == LINEAR:  # else there are no weights, or they were for this method
-        normalize = evidence.config.normalize if given.normalize is None else given.normalize
-        if normalize is None:
-            normalize = METHODS[method_of(given, evidence.config)].normalize
-        kept["normalize"] = True if normalize and given.weights else given.normalize
+def keep_settings(evidence: Evidence, given: DareConfig | Rule) -> dict[str, Any]:
+    """What the user has set, as far as it means the same to what is advised."""
+    config = evidence.config
+    method = METHODS[given.method or config.method]
+    advised = METHODS[evidence.method]
+    kept = {}
+    for name in CHECKS:
+        value = getattr(given, name, None)
+        fits = name not in METHOD_SETTINGS or (method is advised and name in advised.settings)
+        if fits and name not in REPLACED and value is not None:
+            kept[name] = as_toml(value) if isinstance(value, Gradient | tuple) else value
+    if is_random(given.drop or config.drop):  # what goes with other drops need not fit the advice
+        if given.rescale not in (None, True, EXPECTATION):
+            kept["rescale"] = given.rescale
+        if isinstance(given, Rule) and given.drop_rate is not None and not evidence.several:
+            kept["drop_rate"] = as_toml(given.drop_rate)
+    if given.weights and evidence.method == LINEAR:  # to others, they may be shares of a whole
+        asked = config.normalize if given.normalize is None else given.normalize
+        normalize = method.normalize if asked is None else asked
+        kept["weights"] = as_toml(given.weights)
+        if normalize or given.normalize is not None:
+            kept["normalize"] = normalize
     return kept
 
 

@@ -13,8 +13,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from darelib.commands.analyze.energy import measure_energy
-from darelib.commands.analyze.spaces import measure_spaces
+from darelib.commands.analyze.matrices import measure_energy, measure_spaces
 from darelib.core.drops import L1, RANDOM
 from darelib.core.formats import FORMATS
 from darelib.core.interrupts import Interrupts
@@ -67,7 +66,7 @@ SEARCHED: Final = 200
 EDGES: Final[list[float]] = (
     (np.arange(FIRST_BIN, FIRST_BIN + BINS + 1, dtype=np.uint32) << 19).view("f4").tolist()
 )
-# What the kernel adds up for each model that has the tensor, and for any two of them and each pair.
+# What the kernel adds up for each model that has the tensor, and for each pair of them.
 MODEL_SUMS: Final = ("zeros", "above", "size", "squares")
 PAIR_SUMS: Final = ("product", "opposed", "both", "opposed_size", "both_size")
 # A layer and a kind of tensors; None: all of them.
@@ -102,9 +101,6 @@ class ModelAnalysis:
     label: str  # a shorter name
     adapter: bool
     drop_rate: float  # as it is set now, rules apart
-    drop: str
-    # Of dropping at that rate, / |delta|: sqrt(p / (1 - p)) where it is rescaled.
-    expected_noise: float
     total: DeltaStats
     kinds: tuple[DeltaStats, ...]
     layers: tuple[DeltaStats, ...]
@@ -128,7 +124,7 @@ class PairAnalysis:
     weighted_sign_conflict: float  # the same, each counted by how much they change it
     # Whether the rows of their matrices' changes lie in the same space, from 0 to 1; None: there is
     # no matrix that both change.
-    shared_space: float | None = None
+    shared_space: float | None
 
 
 def kind_of(name: str) -> str:
@@ -230,9 +226,8 @@ class Findings:
         self._counts: list[dict[Group, NDArray[np.int64]]] = [
             {(None, None): np.zeros(BINS, np.int64)} for _ in task.models
         ]
-        # By tensor: the models that have it; what compare_pair wants of any two of them, and of
-        # each pair, in columns.
-        self.pairs: dict[str, tuple[list[int], NDArray[Any]]] = {}
+        # By tensor and pair of models that have it: what compare_pair wants.
+        self.pairs: dict[str, dict[tuple[int, int], NDArray[np.float64]]] = {}
         self.spaces: dict[tuple[int, int], float] = {}
         self.energy: list[dict[str, float]] = [{} for _ in task.models]
 
@@ -242,7 +237,6 @@ class Findings:
             self._counts[model][group] = self._counts[model].get(group, 0) + counts
 
     def list_squares(self) -> list[dict[str, float]]:
-        """Of each model's deltas, the sums of squares by tensor."""
         return [
             {name: deltas.squares for name, (deltas, _) in found.items()} for found in self._tensors
         ]
@@ -270,8 +264,6 @@ class Findings:
             label=label,
             adapter=is_adapter,
             drop_rate=settings.drop_rates[model],
-            drop=settings.thinnings[model].drop,
-            expected_noise=noise_of(settings, model),
             total=total.describe(label, counts[None, None]),
             kinds=tuple(
                 sums[None, kind].describe(kind, counts[None, kind])
@@ -289,23 +281,19 @@ class Findings:
             tensors=tuple(found[name][1] for name in names),
         )
 
-    def compare(self, labels: Sequence[str]) -> tuple[tuple[PairAnalysis, ...], PairAnalysis]:
-        """Every pair of models, and any two of all of them."""
+    def compare(self, labels: Sequence[str]) -> tuple[PairAnalysis, ...]:
         sums = {pair: np.zeros(len(PAIR_SUMS) + 3) for pair in combinations(range(len(labels)), 2)}
-        any_two = np.zeros(len(PAIR_SUMS) + 3)
-        for models, figures in (self.pairs[tensor.name] for tensor in self.task.changed):
-            any_two += figures[:, 0]
-            for column, pair in enumerate(combinations(models, 2), 1):
-                sums[pair] += figures[:, column]
-        pairs = (
-            compare_pair((labels[i], labels[k]), each, self.spaces.get((i, k)))
-            for (i, k), each in sums.items()
+        for tensor in self.task.changed:
+            for pair, figures in self.pairs[tensor.name].items():
+                sums[pair] += figures
+        return tuple(
+            compare_pair((labels[i], labels[k]), figures, self.spaces.get((i, k)))
+            for (i, k), figures in sums.items()
         )
-        return tuple(pairs), compare_pair(("", ""), any_two)
 
 
 def compare_pair(
-    labels: tuple[str, str], figures: NDArray[np.float64], space: float | None = None
+    labels: tuple[str, str], figures: NDArray[np.float64], space: float | None
 ) -> PairAnalysis:
     """figures: the sums of a pair and, of the tensors that both have, the squares of each one's
     delta and the number of parameters.
@@ -388,24 +376,18 @@ class MeasureLook(Look):
         return deltas
 
     def _compare_models(self, deltas: Sequence[Deltas], sums: dict[str, NDArray[Any]]) -> None:
-        """Note the figures of any two models, and of each pair, in columns."""
         seeds = [self._findings.task.seeds[i] for i in self.tensor.models]
         shares = [info.share for _, info in self.tensor.finetuned]
-        if len(deltas) == 2:  # any two of them are the pair
-            sums |= {name: sums[name][[1, 1]] for name in PAIR_SUMS}
-        known = [1.0]  # which share of the entries, of both of a pair
-        own = [(0.0, 0.0, 0)]
-        for one, other in combinations(range(len(deltas)), 2):
+        pairs = self._findings.pairs.setdefault(self.tensor.name, {})
+        # The first row is of any two of the models.
+        for row, (one, other) in enumerate(combinations(range(len(deltas)), 2), 1):
             # Samples of one seed are nested: where they meet is the smaller of them.
             is_nested = seeds[one] == seeds[other]
             meet = min(shares[one], shares[other]) if is_nested else shares[one] * shares[other]
-            known.append(meet or 1.0)
-            own.append((deltas[one].squares, deltas[other].squares, deltas[one].parameters))
-        figures = [sums[name] / known for name in PAIR_SUMS]
-        self._findings.pairs[self.tensor.name] = (
-            self.tensor.models,
-            np.vstack([*figures, *np.transpose(own)]),
-        )
+            known = meet or 1.0  # which share of the entries, of both
+            own = (deltas[one].squares, deltas[other].squares, deltas[one].parameters)
+            figures = np.array([*(sums[name][row] / known for name in PAIR_SUMS), *own])
+            pairs[self.tensor.models[one], self.tensor.models[other]] = figures
 
 
 def measure_deltas(

@@ -2,19 +2,16 @@
 
 import dataclasses
 import math
-import os
 from collections.abc import Sequence
-from itertools import combinations
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from darelib.commands.analyze.advice import RULES, Advice, Evidence, judge_confidence, suggest
-from darelib.commands.analyze.energy import RANKS
+from darelib.commands.analyze.matrices import RANKS
 from darelib.commands.analyze.measure import DeltaStats, Findings, ModelAnalysis, PairAnalysis
 from darelib.commands.options import Report
-from darelib.core.drops import RANDOM
 from darelib.core.text import (
     ConfigError,
     DareError,
@@ -25,8 +22,7 @@ from darelib.core.text import (
     table,
 )
 from darelib.models.checkpoint import Checkpoint
-from darelib.models.inputs import find_files
-from darelib.models.source import Source, download
+from darelib.models.source import Source
 from darelib.output.destination import check_apart
 from darelib.plan.plan import MergePlan
 from darelib.requests.configfile import STDOUT, check_new_config, check_new_file, write_config
@@ -50,10 +46,10 @@ COLUMNS: Final = {
 # Colours that colour-blind people can tell apart (Okabe and Ito, 2008); lines also differ in style,
 # for print. More models would not be readable.
 COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-LINES: Final = ("-", "--", "-.", ":")
+LINES: Final = ("-", "--", "-.", ":", "-", "--")
 SUFFIXES: Final = (".png", ".svg", ".pdf")
-# An analysis does not tell apart what is smaller than this power of two.
-LEAST_POWER: Final = -40
+# A picture shows sizes down to the largest, halved so often; what is smaller counts there.
+HALVINGS: Final = 14
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +62,6 @@ class AnalysisReport(Report):
     delta_threshold: float
     models: tuple[ModelAnalysis, ...]
     pairs: tuple[PairAnalysis, ...]
-    # Between any two of the models, of the parameters that at least two of them change.
-    sign_conflict: float
-    weighted_sign_conflict: float
     advice: tuple[Advice, ...]
     confidence: str
     suggestion: str  # a [dare] table and its rules, as TOML
@@ -104,21 +97,12 @@ class AnalysisReport(Report):
     __str__ = text
 
     def _models(self) -> str:
-        lines = [
-            stats_table("model", [model.total for model in self.models]),
-            f"(of |delta|; percentiles within 3.1%; above {self.delta_threshold:g}; < 1%: about "
-            "what is below 1% of the largest; norm: |delta| / |weights|; noise: what dropping "
-            "adds, / |weights|)",
-        ]
-        for model in self.models:
-            other = f"at random, instead of by {model.drop}, would"
-            would = "is expected to" if model.drop == RANDOM else other
-            lines.append(
-                f"{printable(model.label)}: dropping {model.drop_rate:g} {would} add noise of "
-                f"{model.expected_noise:.3g} times its delta, which is "
-                f"{model.total.relative_noise:.3g} of the weights"
-            )
-        return "\n".join(lines)
+        totals = [model.total for model in self.models]
+        return (
+            f"{stats_table('model', totals)}\n(of |delta|; percentiles within 3.1%; above "
+            f"{self.delta_threshold:g}; < 1%: about what is below 1% of the largest; norm: |delta| "
+            "/ |weights|; noise: what dropping at random adds, / |weights|)"
+        )
 
     def _energy(self) -> str:
         ranks = [str(rank) for rank in RANKS]
@@ -140,10 +124,6 @@ class AnalysisReport(Report):
             space = "-" if pair.shared_space is None else f"{pair.shared_space:.2f}"
             cells = (f"{share:.1%}" for share in shares)
             rows.append([names, f"{pair.cosine:.3f}", space, *cells])
-        if len(self.models) > 2:
-            chance = f"any two (by chance: {1 - 2.0 ** (1 - len(self.models)):.1%})"
-            conflicts = [f"{self.sign_conflict:.1%}", f"{self.weighted_sign_conflict:.1%}"]
-            rows.append([chance, "", "", "", *conflicts])
         return (
             f"{table(rows)}\n(same space: whether the rows of the changes of matrices lie in one, "
             "from 0 to 1; signs conflict: of the parameters that both change; 50% is what chance "
@@ -160,15 +140,9 @@ def stats_table(what: str, groups: Sequence[DeltaStats]) -> str:
 
 
 def shorten_names(names: Sequence[str]) -> list[str]:
-    """What to call models in tables: the last parts of their paths, as many as tell them apart."""
-    plain = [
-        name.replace(os.sep, "/").removesuffix("/").removesuffix(".safetensors") for name in names
-    ]
-    for parts in range(1, 4):
-        short = ["/".join(name.split("/")[-parts:]) for name in plain]
-        if len(set(short)) == len(set(names)):
-            return short
-    return list(names)
+    """What to call models in tables: the last parts of their paths, if these tell them apart."""
+    short = [Path(name).name.removesuffix(".safetensors") for name in names]
+    return short if len(set(short)) == len(set(names)) else list(names)
 
 
 def report_analysis(
@@ -178,7 +152,7 @@ def report_analysis(
     models = tuple(
         findings.describe_model(i, label, inputs[1 + i].partial) for i, label in enumerate(labels)
     )
-    pairs, any_two = findings.compare(labels)
+    pairs = findings.compare(labels)
     evidence = Evidence(base, task, models, pairs)
     return AnalysisReport(
         base=task.base,
@@ -187,8 +161,6 @@ def report_analysis(
         delta_threshold=task.config.delta_threshold,
         models=models,
         pairs=pairs,
-        sign_conflict=any_two.sign_conflict,
-        weighted_sign_conflict=any_two.weighted_sign_conflict,
         advice=tuple(advice for rule in RULES for advice in rule(evidence)),
         confidence=judge_confidence(evidence),
         suggestion=suggest(evidence),
@@ -207,15 +179,10 @@ def check_places(
         check_new_file(plot, "picture", force)
     if config is not None:
         check_new_config(config, force)
-    if plot and config and plot.absolute() == config.absolute():
-        raise ConfigError(
-            "the picture and the configuration have the same name", "choose another name for one"
-        )
-    new = [path for path in (plot, config) if path and path != STDOUT]
-    for source in [part for each in sources for part in each.parts] if new else ():
-        _, layout = find_files(download(source))
-        used = [(source.name, place) for place in (layout.folder, *layout.files) if place]
-        for path in new:
+    parts = [part for source in sources for part in source.parts]
+    used = [(part.name, part.path) for part in parts if part.path.exists()]
+    for path in (plot, config):
+        if path and path != STDOUT:
             check_apart(repr(str(path)), path, used)
 
 
@@ -241,8 +208,6 @@ def load_figure(path: Path) -> Any:
             f"a plot cannot be written to {str(path)!r}",
             f"its name should end in {', '.join(SUFFIXES)}",
         )
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"there is no directory for {str(path)!r}", "make it first")
     try:
         from matplotlib import figure
     except ImportError:
@@ -251,23 +216,23 @@ def load_figure(path: Path) -> Any:
 
 
 def plot_analysis(report: AnalysisReport, path: str | Path) -> None:
-    """Draw |delta| by size, where in the models it is, how much of it a low rank would keep, and
-    how the models' signs conflict.
+    """Draw |delta| by size, how the models' signs conflict, how much of their changes a low rank
+    would keep, and where in the models they are.
     """
     figure_class = load_figure(Path(path))
     models = report.models[: len(COLOURS)]
-    has_energy = any(model.energy for model in models)
-    top = [3.2, 2.4] if has_energy else [3.2]
-    heights = [*top, *(0.7 + 0.27 * len(model.kinds) for model in models)]
+    panels = {_plot_sizes: 3.2}
+    if report.pairs:
+        panels[_plot_conflicts] = 0.9 + 0.27 * len(report.pairs)
+    if any(model.energy for model in models):
+        panels[_plot_energy] = 2.4
+    heights = [*panels.values(), *(0.7 + 0.27 * len(model.kinds) for model in models)]
     figure = figure_class(figsize=(11, sum(heights) + 0.6), layout="constrained")
-    grid = figure.add_gridspec(len(heights), 3, height_ratios=heights)
-    _plot_sizes(figure.add_subplot(grid[0, : 2 if len(models) > 1 else 3]), report, models)
-    if len(models) > 1:
-        _plot_conflicts(figure, figure.add_subplot(grid[0, 2]), report, models)
-    if has_energy:
-        _plot_energy(figure.add_subplot(grid[1, :]), models)
-    rows = range(len(top), len(heights))
-    _plot_layers(figure, [figure.add_subplot(grid[row, :]) for row in rows], models)
+    axes = figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0]
+    for plot, axis in zip(panels, axes, strict=False):
+        plot(axis, report, models)
+        axis.grid(alpha=0.3)
+    _plot_layers(figure, axes[len(panels) :], models)
     title = f"What was fine-tuned: {report.parameters:,} parameters"
     if len(report.models) > len(models):
         title += f" (the first {len(models)} of {len(report.models)} models)"
@@ -292,20 +257,18 @@ def make_label(name: str) -> str:
 
 def _plot_sizes(axis: Any, report: AnalysisReport, models: Sequence[ModelAnalysis]) -> None:
     """Shares of the parameters by |delta|, by doublings: finer steps show how floats are stored."""
-    for k, model in enumerate(models):
-        shares: dict[int, float] = {}  # in percent, by power of two
-        for low, count in model.histogram:
-            power = math.frexp(low)[1] - 1 if low else LEAST_POWER - 1
-            shares[power] = shares.get(power, 0.0) + 100 * count / max(model.total.parameters, 1)
-        seen = [power for power, share in shares.items() if share > 0.02] or [LEAST_POWER]
-        powers = range(min(seen) - 1, max(seen) + 2)
-        axis.step(
-            [2.0 ** max(power, LEAST_POWER) for power in powers],
-            [shares.get(power, 0.0) for power in powers],
-            where="post",
+    highest = math.frexp(max(model.total.largest for model in models))[1]
+    edges = 2.0 ** np.arange(highest - HALVINGS, highest + 1)
+    for model, colour, line in zip(models, COLOURS, LINES, strict=False):
+        sizes, counts = np.array(model.histogram).reshape(-1, 2).T
+        axis.hist(
+            np.maximum(sizes, edges[0]),
+            edges,
+            weights=100 * counts / max(model.total.parameters, 1),
+            histtype="step",
             label=f"{make_label(model.label)} ({model.total.share_zero:.0%} unchanged)",
-            color=COLOURS[k],
-            linestyle=LINES[k % len(LINES)],
+            color=colour,
+            linestyle=line,
             linewidth=1.8,
         )
     threshold = report.delta_threshold
@@ -315,56 +278,33 @@ def _plot_sizes(axis: Any, report: AnalysisReport, models: Sequence[ModelAnalysi
         xlabel="|delta|",
         ylabel="% of the parameters",
         title="How large the changes are",
-        ylim=(0, None),
     )
-    axis.grid(alpha=0.3)
     axis.legend(loc="upper left", fontsize=9)
 
 
-def _plot_energy(axis: Any, models: Sequence[ModelAnalysis]) -> None:
-    for k, model in enumerate(models):
-        axis.plot(
-            list(model.energy),
-            [100 * share for share in model.energy.values()],
-            marker="o",
-            label=make_label(model.label),
-            color=COLOURS[k],
-            linestyle=LINES[k % len(LINES)],
-        )
+def _plot_conflicts(axis: Any, report: AnalysisReport, models: Sequence[ModelAnalysis]) -> None:
+    places = range(len(report.pairs))
+    shares = [100 * pair.weighted_sign_conflict for pair in report.pairs]
+    axis.bar_label(axis.barh(places, shares, 0.5, color="0.7"), fmt="%.0f%%", padding=3)
+    names = [" and ".join(map(make_label, pair.models)) for pair in report.pairs]
+    axis.set_yticks(places, names, fontsize=9)
+    axis.axvline(50, color="black", linestyle=":")
+    axis.set(xlim=(0, 100), xlabel="% (chance: 50)")
+    axis.set_title("Where both change, signs conflict (by magnitude)")
+
+
+def _plot_energy(axis: Any, report: AnalysisReport, models: Sequence[ModelAnalysis]) -> None:
+    for model, colour, line in zip(models, COLOURS, LINES, strict=False):
+        shares = [100 * share for share in model.energy.values()]
+        style = {"color": colour, "linestyle": line, "marker": "o"}
+        axis.plot(list(model.energy), shares, label=make_label(model.label), **style)
     axis.set(
         xlabel="rank",
         ylabel="% of the squares",
         title="How much of the changes of matrices a low rank would keep",
         ylim=(0, 105),
     )
-    axis.grid(alpha=0.3)
     axis.legend(loc="lower right", fontsize=9)
-
-
-def _draw_map(axis: Any, rows: Any, style: str, **how: Any) -> Any:
-    """Draw numbers as colours and, if there is a style, in figures; what is unknown stays white."""
-    image = axis.imshow(rows, cmap="cividis", **how)
-    for (row, column), value in np.ndenumerate(rows) if style else ():
-        if not np.isnan(value):
-            colour = "white" if image.norm(value) < 0.6 else "black"
-            axis.text(column, row, style.format(value), ha="center", va="center", color=colour)
-    return image
-
-
-def _plot_conflicts(
-    figure: Any, axis: Any, report: AnalysisReport, models: Sequence[ModelAnalysis]
-) -> None:
-    places = range(len(models))
-    labels = [make_label(model.label) for model in models]
-    shares = np.full((len(report.models), len(report.models)), math.nan)
-    for (i, k), pair in zip(combinations(range(len(report.models)), 2), report.pairs, strict=True):
-        shares[i, k] = shares[k, i] = 100 * pair.weighted_sign_conflict
-    shares = shares[: len(models), : len(models)]
-    image = _draw_map(axis, shares, "{:.0f}%", vmin=0, vmax=100)
-    axis.set_xticks(places, labels, rotation=30, ha="right", fontsize=9)
-    axis.set_yticks(places, labels, fontsize=9)
-    axis.set_title("Where both change,\nsigns conflict (by magnitude)")
-    figure.colorbar(image, ax=axis, label="% (chance: 50)", shrink=0.8)
 
 
 def _plot_layers(figure: Any, axes: Sequence[Any], models: Sequence[ModelAnalysis]) -> None:
@@ -381,12 +321,12 @@ def _plot_layers(figure: Any, axes: Sequence[Any], models: Sequence[ModelAnalysi
         kinds = [stats.name for stats in model.kinds] or ["other"]
         columns = [model.cells.get(layer, {}) for layer in layers]
         rows = [[column.get(kind) or math.nan for column in columns] for kind in kinds]
-        style = "{:.2g}" if len(layers) <= 12 else ""  # else there is no room for figures
-        image = _draw_map(axis, rows, style, norm=scale, aspect="auto", interpolation="nearest")
-        names = [make_label(layer.rpartition(".")[2]) for layer in layers]
+        image = axis.imshow(
+            rows, cmap="cividis", norm=scale, aspect="auto", interpolation="nearest"
+        )
         every = -(-len(layers) // 32)
-        leaning = {} if max(map(len, names)) < 4 else {"rotation": 30, "ha": "right"}
-        axis.set_xticks(range(0, len(layers), every), names[::every], fontsize=8, **leaning)
+        names = [make_label(layer.rpartition(".")[2]) for layer in layers[::every]]
+        axis.set_xticks(range(0, len(layers), every), names, fontsize=8)
         axis.set_yticks(range(len(kinds)), kinds, fontsize=9)
         axis.set_title(f"Where {make_label(model.label)} changed", fontsize=10)
     figure.colorbar(image, ax=axes, label="mean |delta|", pad=0.01)

@@ -112,7 +112,7 @@ def choose_settings(request: Request) -> DareConfig:
     used = {name: value for name, value in request.dare.items() if name in SETTINGS}
     rate = used.get("drop_rate", DareConfig.drop_rate)
     rules = [
-        Rule(rule.match, rate if rule.drop_rate is None else rule.drop_rate)
+        Rule(rule.match, drop_rate=rate if rule.drop_rate is None else rule.drop_rate)
         for rule in request.rules
     ]
     config = DareConfig(**used, rules=tuple(rules))

@@ -119,6 +119,13 @@ class TensorInfo:
     is_delta: bool = False  # its values are changes to the base already, and not the changed tensor
     encoding: Encoding = PLAIN
     folder: str = ""  # of a module that is stored apart: its name starts with that
+    # Of one that was thinned before, and packed: by which rate, which share of its changes that
+    # left, what it was thinned against (where its mask drops, it has the values of this), and what
+    # its mask is drawn by.
+    drop_rate: float = 0.0
+    share: float = 1.0
+    base: TensorInfo | None = None
+    mask_name: str | None = None
 
     @property
     def count(self) -> int:
@@ -139,29 +146,9 @@ class TensorInfo:
         return self.encoding.stored_bytes(self)
 
     @property
-    def share(self) -> float:
-        """Of its changes, which share is known: all, unless they were thinned before."""
-        return 1.0
-
-    @property
-    def drop_rate(self) -> float:
-        """By which it was thinned before."""
-        return 0.0
-
-    @property
     def added_rank(self) -> int:
         """Of a change that is a product of two thin matrices: their rank; else 0."""
         return 0
-
-    @property
-    def base(self) -> TensorInfo | None:
-        """What it was thinned against: where its mask drops, it has the values of this."""
-        return None
-
-    @property
-    def mask_name(self) -> str | None:
-        """What its mask is drawn by, if that was decided before."""
-        return None
 
     def place_of(self, element: int) -> list[int]:
         """The indices of an element, of any number of dimensions: NumPy knows 64."""

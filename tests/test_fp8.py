@@ -359,9 +359,9 @@ WRONG: dict[str, tuple[dict[str, Any], Any, str]] = {
     "dimensions": ({SCALE: torch.ones(6)}, None, f"{SCALE!r} is [6]"),
     "block size": ({}, [64, 64], "[5, 4] blocks of [64, 64]"),
     "no block size": ({}, "128", "weight_block_size in config.json is '128'"),
-    "missing": ({SCALE: None}, None, "is not read"),
-    "another type": ({SCALE: torch.ones(3, 2).double()}, None, "is not read"),
-    "more parts": ({"a.weight_zero_point": torch.zeros(3, 2)}, None, "is not read"),
+    "missing": ({SCALE: None}, None, "is not in the same way"),
+    "another type": ({SCALE: torch.ones(3, 2).double()}, None, "is not in the same way"),
+    "more parts": ({"a.weight_zero_point": torch.zeros(3, 2)}, None, "is not in the same way"),
     "NaN": ({SCALE: torch.full((3, 2), torch.nan)}, None, "'a.weight' holds nan at [0, 0]"),
 }
 

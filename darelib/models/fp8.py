@@ -24,8 +24,7 @@ from darelib.core.methods import METHODS
 from darelib.core.text import ConfigError, DareError, clip
 from darelib.kernels import fp8, plain
 from darelib.models.checkpoint import QUANTISE_HINT, Checkpoint, module_of, quantised_modules
-from darelib.models.directories import CONFIG_FILE, part_name
-from darelib.models.tensorfile import read_json
+from darelib.models.directories import CONFIG_FILE
 from darelib.models.tensors import Encoding, Input, Target, TensorInfo, Writer
 
 Array = NDArray[Any]
@@ -225,7 +224,8 @@ def recognise_fp8(model: Checkpoint) -> None:
     pairs = find_pairs(model.tensors)
     if not pairs:
         return
-    settings = read_quantisation(model)
+    stated = (table.get("quantization_config") for table in model.read_tables())
+    settings = next((each for each in stated if isinstance(each, dict)), {})
     block = settings.get("weight_block_size") or DEFAULT_BLOCK
     is_pair = isinstance(block, list | tuple) and len(block) == 2
     if not is_pair or not all(is_count(side, 1) for side in block):
@@ -338,18 +338,6 @@ def _make_tensor(
         )
     encoding = Fp8(stored, scale_name, scale, block, grid, powers)
     return TensorInfo("F32", stored.shape, encoding=encoding)
-
-
-def read_quantisation(model: Checkpoint) -> dict[str, Any]:
-    """What a model's configuration says of how it is quantised."""
-    if model.folder is None or not (model.folder / CONFIG_FILE).is_file():
-        return {}
-    path = model.folder / CONFIG_FILE
-    config = read_json(path, part_name(model.source, path))
-    for table in (config, config.get("text_config")):
-        if isinstance(table, dict) and isinstance(table.get("quantization_config"), dict):
-            return dict(table["quantization_config"])
-    return {}
 
 
 @dataclass(eq=False)

@@ -18,11 +18,11 @@ from darelib.models.checkpoint import (
     NAME_KEY,
     QUANTISE_HINT,
     Checkpoint,
+    compare_configs,
     module_of,
     quantised_modules,
     read_config,
 )
-from darelib.models.differences import compare_configs
 from darelib.models.directories import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,

@@ -15,11 +15,10 @@ from typing import Any, Final
 from darelib.config import LAYER, count_layers
 from darelib.core.text import DareError, count_of
 from darelib.kernels import Kernel, KernelSpec
-from darelib.models.checkpoint import Checkpoint
-from darelib.models.differences import compare_configs
-from darelib.models.directories import CONFIG_FILE, part_name
+from darelib.models.checkpoint import Checkpoint, compare_configs
+from darelib.models.directories import CONFIG_FILE
 from darelib.models.source import Source
-from darelib.models.tensorfile import MAX_TENSORS, read_json
+from darelib.models.tensorfile import MAX_TENSORS
 from darelib.models.tensors import TensorInfo
 
 # Tensors outside the layers that come before them; all others come after.
@@ -61,10 +60,7 @@ class Part:
 
     @cached_property
     def tables(self) -> list[dict[str, Any]]:
-        """Its whole configuration, and that of its text model."""
-        path = (self.model.folder or self.model.files[0].path.parent) / CONFIG_FILE
-        table = read_json(path, part_name(self.model.source, path)) if path.is_file() else {}
-        return [each for each in (table, table.get("text_config")) if isinstance(each, dict)]
+        return self.model.read_tables()
 
     def find_entry(self, key: str, layer: int) -> Any:
         """What its configuration says of one of its layers."""
@@ -123,10 +119,6 @@ class Stack(Checkpoint):
     def read_bytes(self, view: memoryview, info: TensorInfo, start: int) -> None:
         part = [part for part in self._own.values() if part.files <= info.file][-1]
         part.model.read_bytes(view, replace(info, file=info.file - part.files), start)
-
-    def check_unchanged(self) -> None:
-        for model in self.parts:
-            model.check_unchanged()
 
     @property
     def stored(self) -> list[TensorInfo]:

@@ -191,7 +191,6 @@ class Checkpoint(Input):
 
     @property
     def stored(self) -> list[TensorInfo]:
-        """Its tensors as they are in files."""
         return [info for file in self.files for info in file.tensors.values()]
 
     def read_tables(self) -> list[dict[str, Any]]:
@@ -259,7 +258,6 @@ class Checkpoint(Input):
         """Called once, before the first read. inputs: how many share the memory of what is made."""
 
     def read_bytes(self, view: memoryview, info: TensorInfo, start: int) -> None:
-        """Read bytes of a stored tensor, from one of them on."""
         self.files[info.file].read_into(view, info.offset + start)
 
     def check_unchanged(self) -> None:

@@ -138,7 +138,6 @@ class Fp8(Encoding):
                 self._scale(model, width, values[first - start : last - start], first)
 
     def _scale(self, model: Input, width: int, values: Array, start: int) -> None:
-        """Multiply values by their scales: whole rows, or a part of one."""
         row, column = divmod(start, width)
         part = values.reshape(-1, min(width, len(values)))
         raw = self.read_scales(model, row, len(part))
@@ -195,8 +194,6 @@ class Kept(Unscaled):
 
 
 class KeptWriter(Writer):
-    """Writes values as bytes of FP8, rounded to nearest even."""
-
     def __init__(self, target: Target, start: int) -> None:
         super().__init__(target, start)
         self._place = start
@@ -243,7 +240,6 @@ def recognise_fp8(model: Checkpoint) -> None:
 
 
 def is_activation_scale(name: str, weights: Mapping[str, str]) -> bool:
-    """Whether a tensor scales activations of a module whose weights are in FP8."""
     module, _, last = name.rpartition(".")
     return last in ACTIVATION_SCALES and any(
         f"{module}{own}.weight" in weights for own in ("", ".k_proj", ".q_proj")

@@ -74,7 +74,6 @@ class StateDict(Described):
         self.addresses = tuple(map(Tensor.data_ptr, self.values))
 
     def choose(self, names: tuple[str, ...]) -> StateDict:
-        """Some of its tensors, in this order."""
         if names == self.names:
             return self
         return StateDict(self.name, {name: self.state[name] for name in names})
@@ -97,7 +96,6 @@ class StateDict(Described):
 
     @cached_property
     def twins(self) -> tuple[tuple[str, ...], ...]:
-        """The names of each tensor that has several."""
         if len(set(self.addresses)) == len(self.addresses):
             return ()
         groups: dict[Any, list[str]] = {}

@@ -85,7 +85,6 @@ class Rows(Encoding):
 
 
 def choose_real(*infos: TensorInfo) -> str:
-    """The type to compute in."""
     return "F64" if "F64" in [info.dtype for info in infos] else "F32"
 
 
@@ -244,7 +243,6 @@ class Arrangement:
         )
 
     def _average(self, start: int, count: int, real: str) -> Values:
-        """Rows of tokens that the base lacks."""
         made = np.zeros(count, FORMATS[real].real)
         for row in range(start // self.width, -(-(start + count) // self.width)):
             first = max(start, row * self.width)

@@ -33,8 +33,6 @@ FITTING: Final = re.compile(r"(text_config\.)?(model_type|hidden_size|n_embd|d_m
 
 @dataclass(frozen=True)
 class Part:
-    """A model that layers are taken of."""
-
     model: Checkpoint
     files: int  # how many files of others come before its own
     kind: str  # what is before the number of a layer in a name
@@ -205,6 +203,5 @@ def hide_counts(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def put_layer(place: int, name: str) -> str:
-    """The same tensor in another layer."""
     match = LAYER.match(name)
     return f"{match[1] or ''}{place}{name[match.end(2) :]}" if match else name

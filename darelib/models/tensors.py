@@ -133,7 +133,6 @@ class TensorInfo:
 
     @property
     def width(self) -> int:
-        """Elements of a row, along the last dimension."""
         return self.shape[-1] if self.shape else 1
 
     @property
@@ -142,7 +141,6 @@ class TensorInfo:
 
     @property
     def stored_bytes(self) -> int:
-        """What must be read for it."""
         return self.encoding.stored_bytes(self)
 
     @property
@@ -172,6 +170,8 @@ class Described:
     # Of the base's tensors: those that it need not have, since it is only a part of such a model.
     outside: frozenset[str] = frozenset()
     warnings: tuple[str, ...] = ()
+    # What is known of the configuration of the model that an adapter was trained on.
+    base_config: Mapping[str, Any] = MappingProxyType({})
     # How the names of its files begin, by folder: "" is its own, all others are a pipeline's.
     stems: Mapping[str, str] = MappingProxyType({})
 
@@ -182,12 +182,6 @@ class Described:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """What is known of its configuration."""
-        return {}
-
-    @cached_property
-    def base_config(self) -> dict[str, Any]:
-        """What is known of that of the model that an adapter was trained on."""
         return {}
 
     def find_twins(self, name: str) -> tuple[str, ...]:

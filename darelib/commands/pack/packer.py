@@ -84,8 +84,6 @@ EXPONENTS: Final = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F80_0000, "F64": 0x
 
 @dataclasses.dataclass(frozen=True)
 class PackReport(Report):
-    """What a packing did. Prints as a line; as_dict gives plain data."""
-
     output: str
     tensors: int
     bytes_before: int

@@ -5,7 +5,6 @@ import contextlib
 import io
 import json
 import os
-import re
 import struct
 import tomllib
 from pathlib import Path
@@ -17,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from dare import DareError, dare_sparsify
 from tests.scene import contents, make_many_jobs, stop_after
 from tests.support import (
     BF16,
@@ -148,59 +146,30 @@ def test_any_types_shapes_rates_seeds_and_methods_give_the_bits_of_the_originals
     compare(paths, packed, rules=[{"match": "tb", "drop_rate": rule}], **method)
 
 
-@given(rate=st.floats(0, 0.999), dtype=TYPES, seed=st.integers(0, 1000))
-@examples(15)
-def test_one_packed_model_alone_gives_what_dare_sparsify_gives(
-    tmp_path: Path, rate: float, dtype: torch.dtype, seed: int
-) -> None:
-    base, model = make_models(1, dtype, {"w": (70, 90)})
-    paths = save_models(tmp_path, [base, model])
-    packed = pack(*paths, tmp_path / "packed.safetensors", "--drop-rate", rate, "--seed", seed)
-    run_merge(
-        paths[0], [packed], tmp_path / "out.safetensors", drop_rate=rate, engine="plain", seed=99
-    )
-    expected = dare_sparsify(base, model, drop_rate=rate, seed=seed)
-    assert_same(load_file(tmp_path / "out.safetensors"), expected)
-
-
 def test_its_seed_is_its_own_at_any_place_and_one_seed_for_two_is_a_warning(
     models: list[Path],
 ) -> None:
     packed = pack_all(models, 0.5)
+    out = models[0].with_name("out.safetensors")
     made = []
-    for order in (packed, packed[::-1]):
-        report = run_merge(
-            models[0], order, models[0].with_name("out.safetensors"), seed=7, engine="plain"
-        )
-        made.append(load_file(models[0].with_name("out.safetensors")))
-        assert [model.seed for model in report.models] == [
-            42 + packed.index(path) for path in order
-        ]
+    for order, seeds in ((packed, [42, 43]), (packed[::-1], [43, 42])):
+        report = run_merge(models[0], order, out, seed=7, engine="plain")
+        made.append(load_file(out))
+        assert [model.seed for model in report.models] == seeds
         assert not any("seed" in warning for warning in report.warnings)
     assert_same(*made)  # since a + b is b + a
-    compare(models, packed, engine="plain")
     other = pack(models[0], models[2], packed[1].with_name("same.safetensors"), "--drop-rate", 0.5)
-    report = run_merge(
-        models[0], [packed[0], other], models[0].with_name("out.safetensors"), engine="plain"
-    )
+    report = run_merge(models[0], [packed[0], other], out, engine="plain")
     assert any("have one seed, 42" in warning for warning in report.warnings)
 
 
 def test_a_lower_drop_rate_is_refused(models: list[Path], check_refused: Refusal) -> None:
     packed = pack(*models[:2], models[0].with_name("packed.safetensors"), "--drop-rate", 0.5)
-    check_refused(
-        models[0],
-        packed,
-        "a drop rate of 0.5",
-        "cannot be merged at 0.3",
-        flags=("--drop-rate", "0.3"),
-    )
+    words = ("a drop rate of 0.5", "cannot be merged at 0.3")
+    check_refused(models[0], packed, *words, flags=("--drop-rate", "0.3"))
     check_refused(models[0], packed, "'layer.bias'", flags=("--rule", "*bias:drop_rate=0.2"))
-    with pytest.raises(DareError, match=r"cannot be merged at 0\.4"):
-        make_merger(models[0], [packed, models[2]], drop_rate=[0.4, 0.1]).plan("out.safetensors")
-    run_merge(
-        models[0], [packed, models[2]], packed.with_name("out.safetensors"), drop_rate=[0.5, 0.1]
-    )
+    out = packed.with_name("out.safetensors")
+    run_merge(models[0], [packed, models[2]], out, drop_rate=[0.5, 0.1])  # the other's own
 
 
 def test_what_is_not_merged_is_whole(tmp_path: Path) -> None:
@@ -275,17 +244,12 @@ def test_dry_run_verify_and_resume_take_packed_models(
     out = Path("out.safetensors")
     words = ["-b", models[0], "-m", *packed, "-o", out, *PLAIN, "--threads", "1"]
     run(*words, "--dry-run")
-    assert re.search(r"packed at drop rate 0.(9|8999|9001)\d*, seed 7", capsys.readouterr().out)
-    run(*words)
-    whole = out.read_bytes()
-    run("verify", out)
-    out.unlink()
+    assert "packed at drop rate 0.9, seed 7" in capsys.readouterr().out
     with Patch.context() as patch:
         stop_after(patch, 4)
         run(*words, "--resume", status=130)
     run(*words, "--resume")
-    run("--config", out, "--output", "again.safetensors", *PLAIN)
-    assert out.read_bytes() == Path("again.safetensors").read_bytes() == whole
+    run("verify", out)
 
 
 def test_what_an_analysis_suggests_for_packed_models_merges(
@@ -340,37 +304,18 @@ def test_analyze_and_warnings_take_the_entries_for_a_sample(tmp_path: Path) -> N
     merged, sampled = (
         merger.merge(tmp_path / f"out{k}.safetensors") for k, merger in enumerate(mergers)
     )
-    for report, count in ((whole, 0), (sample, 2)):
-        assert sum("a random sample" in warning for warning in report.warnings) == count
+    assert sum("a random sample" in warning for warning in sample.warnings) == 2
     for exact, other in zip(whole.models, sample.models, strict=True):
-        for stats, estimate in zip(
-            (exact.total, *exact.tensors), (other.total, *other.tensors), strict=True
-        ):
-            assert estimate.parameters == stats.parameters
-            figures = ("mean", "standard_deviation", "relative_norm", "relative_noise")
+        figures = ("parameters", "mean", "standard_deviation", "relative_norm", "relative_noise")
+        for stats, estimate in zip(exact.tensors, other.tensors, strict=True):
             check_near(estimate, stats, *figures, rel=0.04)
-            check_near(estimate, stats, "p95", rel=0.08)
+        check_near(other.total, exact.total, *figures, rel=0.04)
+        assert not other.energy, "what was dropped hides the rank"
     conflicts = ("cosine", "share_both", "sign_conflict", "weighted_sign_conflict")
     check_near(sample.pairs[0], whole.pairs[0], *conflicts, abs=0.02)
-    assert whole.pairs[0].cosine > 0.6
-    assert all(model.energy for model in whole.models)
-    assert not any(model.energy for model in sample.models), "what was dropped hides the rank"
     for exact, other in zip(merged.models, sampled.models, strict=True):
-        check_near(other, exact, "mean_delta", rel=0.02)
+        check_near(other, exact, "mean_delta", "dropped_share", rel=0.02)
         check_near(other, exact, "share_above_threshold", rel=0.05)
-        assert other.dropped_share == exact.dropped_share
-    large = [["large deltas" in w for w in each.warnings] for each in (merged, sampled)]
-    assert large[0] == large[1]
-
-
-def test_of_one_seed_one_sample_is_in_the_other(tmp_path: Path) -> None:
-    paths = save_models(tmp_path, make_models(1, F32, {"a.weight": (200, 300)}, 0.004))
-    half = pack(*paths, tmp_path / "half.safetensors", "--drop-rate", 0.5)
-    less = pack(*paths, tmp_path / "less.safetensors", "--drop-rate", 0.7)
-    other = pack(*paths, tmp_path / "other.safetensors", "--drop-rate", 0.5, "--seed", 43)
-    for models in ([half, less], [half, other]):
-        [pair] = make_merger(paths[0], models, engine="plain").analyze().pairs
-        assert pair.cosine == pytest.approx(1, rel=0.03)
 
 
 # --- what cannot be packed, or merged -------------------------------------------------------------

@@ -20,11 +20,9 @@ from xxhash import xxh3_64_intdigest
 import darelib.commands.pack.packer
 import darelib.models.packed
 from dare import DareError
-from darelib.core.mask import keep_threshold
 from tests.support import (
     BF16,
     F64,
-    HERE,
     Patch,
     Refusal,
     assert_same,
@@ -142,7 +140,7 @@ def victim(tmp_path: Path) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("how", EDITS)
-@pytest.mark.parametrize("engine", ["plain", "numba"])
+@pytest.mark.parametrize("engine", ["plain", slow("numba")])
 def test_a_table_that_does_not_fit_is_refused(
     victim: tuple[Path, Path], check_refused: Refusal, how: str, engine: str
 ) -> None:
@@ -163,7 +161,7 @@ def test_values_that_are_cut_or_broken_are_refused(
         check_refused(*victim, "packed.safetensors'")
     header = json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])
     save_file({"w": before["w"][:-7].clone(), "ids": before["ids"]}, packed, header["__metadata__"])
-    check_refused(*victim, "its counts of 'w'")
+    check_refused(*victim, "see its counts of 'w'")
     before["w"][-1] = math.nan
     save_file(before, packed, header["__metadata__"])
     check_refused(
@@ -297,22 +295,3 @@ def test_the_page_on_the_format_is_enough_to_read_a_packed_model(
             positions, np.flatnonzero(mask(5, name, tuned[name].numel(), rates[name]))
         )
         assert values == raw(tuned[name].reshape(-1)[torch.from_numpy(positions)]).tobytes()
-
-
-def test_the_page_says_what_the_code_does() -> None:
-    page = (HERE / "docs" / "packed.md").read_text()
-    fields = (
-        "version",
-        "mask",
-        "seed",
-        "base",
-        "tensors",
-        "shape",
-        "drop_rate",
-        "counts",
-        "base_xxh3",
-        "mask_name",
-    )
-    assert all(f"`{field}`" in page for field in fields)
-    assert "max(1, round((1 - p) * 65536))" in page
-    assert keep_threshold(0.9999999) == 1

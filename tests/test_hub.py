@@ -113,7 +113,7 @@ def test_the_base_that_an_adapter_names_is_taken_from_the_cache_alone(
     monkeypatch: Patch,
     capsys: Capture,
     name: str,
-    revision: str,
+    revision: str | None,
     status: int,
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
@@ -188,10 +188,10 @@ def test_without_the_hubs_library_the_extra_is_named(
         )
 
 
+@pytest.mark.slow  # it imports Optuna, and searches
 def test_branches_that_move_during_a_sweep_or_an_analysis_change_nothing_of_it(
     tmp_path: Path, snapshots: list[Path], monkeypatch: Patch
 ) -> None:
-    pytest.importorskip("optuna")
     for snapshot in snapshots:
         shutil.copytree(snapshot, snapshot.with_name("d" * 40), symlinks=True)
 

@@ -172,19 +172,16 @@ class Unscaled(Encoding):
     ) -> None:
         stored = np.empty(count, np.uint8)
         self.stored.encoding.read_stored(model, self.stored, start, stored.data)
-        into.view(np.uint16)[:] = fp8.list_brains(self.stored.dtype)[stored]
+        brains = fp8.list_brains(self.stored.dtype)[stored]
+        if info.dtype == "F32":
+            into.view(np.uint32)[:] = brains.astype(np.uint32) << 16
+        else:
+            into.view(np.uint16)[:] = brains
 
 
 @dataclass(frozen=True, eq=False)
 class Kept(Unscaled):
     """The same, read as float32, and written in FP8 again."""
-
-    def read(
-        self, model: Input, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
-    ) -> None:
-        brains = np.empty(2 * count, np.uint8)
-        super().read(model, info, start, count, brains)
-        into.view(np.uint32)[:] = brains.view(np.uint16).astype(np.uint32) << 16
 
     def list_outputs(self, name: str, info: TensorInfo) -> dict[str, TensorInfo]:
         return {name: TensorInfo(FP8, info.shape)}
@@ -258,8 +255,7 @@ def find_pairs(tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
             scales = [module + own for own in SCALE_NAMES if module + own in tensors]
             if len(scales) == 1 and tensors[scales[0]].dtype in SCALE_TYPES:
                 pairs[name] = scales[0]
-    used = {*pairs, *pairs.values()}
-    rest = {name: info for name, info in tensors.items() if name not in used}
+    rest = {name: tensors[name] for name in tensors.keys() - pairs.keys() - {*pairs.values()}}
     others = quantised_modules(rest) if pairs else set()
     return {name: scale for name, scale in pairs.items() if module_of(name) not in others}
 

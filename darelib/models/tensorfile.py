@@ -200,13 +200,10 @@ class TensorFile:
             raise InputChanged(f"{self.name!r} became shorter while it was read", CHANGED_HINT)
 
     def check_unchanged(self) -> None:
-        try:
+        now = []
+        with suppress(OSError):  # it is gone
             now = [os.fstat(self._file.fileno()), self.path.stat()]
-        except OSError:
-            raise InputChanged(
-                f"{self.name!r} vanished while it was merged", CHANGED_HINT
-            ) from None
-        if any(IDENTITY(status) != IDENTITY(self.status) for status in now):
+        if [*map(IDENTITY, now)] != [IDENTITY(self.status)] * 2:
             raise InputChanged(f"{self.name!r} changed while it was merged", CHANGED_HINT)
 
     def close(self) -> None:

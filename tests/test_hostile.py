@@ -443,10 +443,9 @@ def test_a_directory_with_a_file_whose_name_is_no_text_is_merged(
     name = os.fsdecode(b"n\xff.txt")
     output = small[0].with_name("out")
     (folder / name).write_text("a licence")
-    for _ in range(2):
-        assert answer("-b", folder, "-m", small[1], "-o", output) == 0
-        assert (output / name).read_text() == "a licence"
-        assert answer("verify", output) == 0
+    assert answer("-b", folder, "-m", small[1], "-o", output) == 0
+    assert (output / name).read_text() == "a licence"
+    assert answer("verify", output) == 0
 
 
 # --- files that are all there is room for ---

@@ -34,6 +34,7 @@ from tests.support import (
     low_rank,
     make_merger,
     make_models,
+    merge_paths,
     random_model,
     run,
     run_merge,
@@ -41,7 +42,6 @@ from tests.support import (
     save_directories,
     save_directory,
     save_models,
-    tensors_in,
     tune,
     write_adapter,
 )
@@ -175,38 +175,31 @@ def test_a_lower_drop_rate_is_refused(models: list[Path], check_refused: Refusal
 def test_what_is_not_merged_is_whole(tmp_path: Path) -> None:
     """Integers, and other shapes; what the base lacks too, so that it is reported as of the
     original."""
-    base = random_model(0, BF16, {"embed.weight": (40, 60), "w": (70, 90)}) | {
-        "ids": torch.arange(9)
-    }
-    tunes = [{**finetune(base, k, 0.01), "ids": torch.arange(9) + k} for k in (1, 2)]
-    tunes[0] |= random_model(5, BF16, {"embed.weight": (43, 60), "more": (3,)})
-    paths = save(tmp_path, base=base, math=tunes[0], code=tunes[1])
+    base = random_model(0, BF16, {"embed.weight": (40, 60), "w": (70, 90)})
+    base["ids"] = torch.arange(9)
+    tuned = finetune(base, 1, 0.01) | {"ids": torch.arange(9) + 1}
+    tuned |= random_model(5, BF16, {"embed.weight": (43, 60), "more": (3,)})
+    paths = save(tmp_path, base=base, math=tuned)
     packed = pack_all(paths, 0.5, 42, "--mismatch", "overlap")
     found = load_file(packed[0])
-    for name in ("embed.weight", "ids", "more"):
-        assert torch.equal(found[name], tunes[0][name])
+    assert all(torch.equal(found[name], tuned[name]) for name in ("embed.weight", "ids", "more"))
     assert len(found["w"]) < 0.6 * 6300
     compare(paths, packed, mismatch="overlap", engine="plain")
 
 
 @pytest.mark.parametrize("stored", [True, False])
 def test_tied_heads_stay_tied(tmp_path: Path, stored: bool) -> None:
-    made = make_models(2, BF16, {"model.embed_tokens.weight": (64, 100), "w": (9,)})
+    embedding = "model.embed_tokens.weight"
+    made = make_models(1, BF16, {embedding: (64, 100), "w": (9,)})
     for tensors in made if stored else made[:1]:
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["lm_head.weight"] = tensors[embedding].clone()
     paths = save_directories(tmp_path, made, model_type="llama", tie_word_embeddings=True)
-    packed = [
-        pack(paths[0], path, tmp_path / f"p{i}", "--seed", 42 + i)
-        for i, path in enumerate(paths[1:])
-    ]
-    compare(paths, packed, engine="plain")
+    packed = pack(*paths, tmp_path / "packed")
+    compare(paths, [packed], engine="plain")
     merged = load_file(tmp_path / "out.safetensors")
-    assert torch.equal(merged["lm_head.weight"], merged["model.embed_tokens.weight"])
-    names = {
-        n: e.get("mask_name")
-        for n, e in table_of(packed[0] / "packed.safetensors")["tensors"].items()
-    }
-    assert names.get("lm_head.weight") == ("model.embed_tokens.weight" if stored else None)
+    assert torch.equal(merged["lm_head.weight"], merged[embedding])
+    entry = table_of(packed / "packed.safetensors")["tensors"].get("lm_head.weight", {})
+    assert entry.get("mask_name") == (embedding if stored else None)
 
 
 # --- everything else that takes a model -----------------------------------------------------------
@@ -220,17 +213,14 @@ def test_a_packed_directory_has_all_but_the_weights_and_merges_like_the_model(
         for name, text in texts.items():
             (folder / name).write_text(text)
     base, math = pair
-    rule = {"match": "*bias", "drop_rate": 0}
     packed = pack(base, math, tmp_path / "packed", "--rule", "*bias:drop_rate=0")
     files = contents(packed)
     assert files.keys() == {"README.md", "dare_recipe.toml", "packed.safetensors", *texts}
     assert {name: files[name].decode() for name in texts} == texts
-    assert b"base_model: " in files["README.md"]
     assert not any(str(tmp_path).encode() in content for content in files.values())
-    for model in (math, packed):
-        run_merge(base, [model], tmp_path / f"{model.name}-merged", rules=[rule])
-    assert_same(tensors_in(tmp_path / "math-merged"), tensors_in(tmp_path / "packed-merged"))
-    run("verify", packed, status=1)
+    rules = [{"match": "*bias", "drop_rate": 0}]
+    made = [merge_paths(base, [m], tmp_path / "out", rules=rules) for m in (math, packed)]
+    assert_same(*made)
     pack(base, math, packed, "--rule", "*bias:drop_rate=0")  # which may replace what it made
     assert contents(packed) == files
 
@@ -366,23 +356,21 @@ def test_a_configuration_that_says_how_to_merge_can_be_packed_by(
 # --- packing that does not end well ---------------------------------------------------------------
 
 
+@pytest.mark.parametrize("flags", [[], ["--resume"]])
 def test_an_interrupted_packing_leaves_nothing_or_is_continued_to_the_same_bytes(
-    models: Models, tmp_path: Path
+    models: Models, tmp_path: Path, flags: list[str]
 ) -> None:
     make_many_jobs()
     whole = pack(*models[:2], tmp_path / "whole.safetensors").read_bytes()
     out = tmp_path / "out" / "out.safetensors"
     out.parent.mkdir()
     words = ["pack", "-b", models[0], "-m", models[1], "-o", out, *PLAIN, "--threads", "1"]
-    # Without --resume it begins again, and what was left is gone.
-    for flags, left, then in (([], 0, []), (["--resume"], 1, ["--resume"]), (["--resume"], 1, [])):
-        out.unlink(missing_ok=True)
-        with Patch.context() as patch:
-            stop_after(patch, 5)
-            run(*words, *flags, status=130)
-        assert len(os.listdir(out.parent)) == left
-        run(*words, *then)
-        assert contents(out.parent) == {out.name: whole}
+    with Patch.context() as patch:
+        stop_after(patch, 5)
+        run(*words, *flags, status=130)
+    assert len(os.listdir(out.parent)) == len(flags)
+    run(*words, *flags)
+    assert contents(out.parent) == {out.name: whole}
 
 
 def test_heads_that_are_tied_otherwise_than_at_packing_are_refused(
@@ -427,15 +415,11 @@ def test_mistakes_with_packing_are_explained(pair: Pair, tmp_path: Path, refused
     base, model = pair
     for path, kind in zip(pair, ("llama", "qwen2"), strict=True):
         (path / "config.json").write_text(json.dumps({"model_type": kind}))
-    packed = pack(*pair, tmp_path / "packed.safetensors", "--any-base", "--drop-rate", 0.12344)
-    out = tmp_path / "out.safetensors"
-    for arguments, words in (
-        (["pack", "-b", base, "-o", tmp_path / "x", "-m", model], "--any-base"),
-        (["verify", packed], "is a packed model"),
-        (["-b", base, "-m", packed, "-o", out, "--any-base", "--drop-rate", "0.1"], "0.12344"),
-    ):
-        refused(1, words, *arguments)
+    refused(1, "--any-base", "pack", "-b", base, "-o", tmp_path / "x", "-m", model)
+    packed = pack(*pair, tmp_path / "packed.safetensors", "--any-base", "--drop-rate", 0.1)
+    refused(1, "is a packed model", "verify", packed)
     (model / "packed.safetensors").write_bytes(packed.read_bytes())
+    out = tmp_path / "out.safetensors"
     run_merge(base, [model], out, any_base=True, drop_rate=0.0)  # the model, not that
 
 

@@ -41,7 +41,7 @@ from tests.support import (
     tune,
     with_header,
 )
-from tests.test_packed import PLAIN, pack, table_of
+from tests.test_packed import PLAIN, pack, pack_all, table_of
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
@@ -209,21 +209,15 @@ def test_a_base_of_which_some_weights_were_changed_is_another_base(
     base = random_model(0, BF16, {"w": (1100, 600)})
     tuned = {name: tensor.to(dtype) for name, tensor in finetune(base, 1).items()}
     paths = save(tmp_path, base=base, math=tuned, other=finetune(base, 2))
-    packed = [
-        pack(paths[0], path, tmp_path / f"packed-{path.name}", "--seed", 42 + i)
-        for i, path in enumerate(paths[1:])
-    ]
-    out = tmp_path / "out.safetensors"
+    packed = pack_all(paths, 0.9)
     flags = ["-b", paths[0], *PLAIN, "--threads", "3"]
-    merge = [*flags, "-m", *packed, "-o", out]
+    merge = [*flags, "-m", *packed, "-o", tmp_path / "out.safetensors"]
     run("-q", *merge)
-    run("verify", "-q", out)
     base["w"].view(-1)[2100:2500] += 1
     save(tmp_path, base=base)
-    words = (f"packed-{paths[1].name}'", "another base", "tensor 'w' differs at [0, 0] or after")
-    refused(1, words, *merge)
+    words = (f"{packed[0].name}'", "another base", "tensor 'w' differs at [0, 0] or after")
+    refused(1, words, *merge, "--force")
     refused(1, words, "analyze", *flags, "-m", packed[0])
-    run("verify", out, status=1)
     for path in packed:  # as it was before there were digests
         rewrite(path, lambda table, _: table["tensors"]["w"].pop("base_xxh3") and None)
     run("-q", *merge, "--force")

@@ -336,17 +336,11 @@ def test_files_of_empty_tensors_alone_merge_and_such_without_any_do_not(
 def test_a_bad_value_is_found_in_a_tensor_of_any_number_of_sides(
     tmp_path: Path, refused_in_two_lines: Refusal, sides: int
 ) -> None:
-    """NumPy knows 64 sides at most. In an input it is nan, in an output a byte that was changed."""
+    """NumPy knows 64 sides at most."""
     arguments = sound_models(tmp_path)
-    shape = [1] * sides
-    output = tmp_path / "out.safetensors"
-    for side, value in (("base", 1.0), ("model", 1.001)):
-        write_floats(tmp_path / f"{side}.safetensors", {"w": (shape, [value])}, ["w"])
-    run(*arguments)
-    output.write_bytes(output.read_bytes()[:-1] + b"\x01")
-    refused_in_two_lines(f"tensor 'w' differs at {[0] * sides}", "verify", output, *PLAIN)
-    write_floats(tmp_path / "model.safetensors", {"w": (shape, [math.nan])}, ["w"])
-    refused_in_two_lines(f"tensor 'w' holds nan at {[0] * sides}", *arguments, "--force")
+    for side, value in (("base", 1.0), ("model", math.nan)):
+        write_floats(tmp_path / f"{side}.safetensors", {"w": ([1] * sides, [value])}, ["w"])
+    refused_in_two_lines(f"tensor 'w' holds nan at {[0] * sides}", *arguments)
 
 
 # --- agreement with the library, on headers that nobody thought of ---

@@ -17,6 +17,7 @@ from darelib.kernels.plain import decode, encode
 from darelib.models.checkpoint import EMBEDDINGS, HEADS, Checkpoint
 from darelib.models.tensors import Encoding, Input, TensorInfo
 from darelib.models.vocabulary import (
+    UNITE_HINT,
     Union,
     Vocabulary,
     check_gaps,
@@ -114,15 +115,9 @@ def unite_tokens(inputs: Sequence[Checkpoint], owner: Checkpoint | None = None) 
         raise
     if owner and not (vocabulary and names):
         return
-    if vocabulary is None:
-        raise DareError(
-            f"{base.name!r} has no tokenizer.json",
-            "for --tokenizer union, give a base with a tokenizer",
-        )
-    if not names:
-        raise DareError(
-            f"{base.name!r} has no embedding that is known by its name", "use --tokenizer base"
-        )
+    if vocabulary is None or not names:
+        what = "embedding that is known by its name" if vocabulary else "tokenizer.json"
+        raise DareError(f"{base.name!r} has no {what}", UNITE_HINT)
     named = [(model.name, tokens) for model, tokens in zip(models, others, strict=True)]
     if owner:
         own = [vocabulary, *others][inputs.index(owner)]

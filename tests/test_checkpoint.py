@@ -33,6 +33,7 @@ from tests.support import (
     merge_paths,
     random_model,
     raw,
+    read_json,
     run,
     run_merge,
     same_bits,
@@ -319,7 +320,8 @@ def test_parameters_that_a_model_does_not_have_are_not_counted_as_its_own(tmp_pa
     base, model = save(
         tmp_path, base={"w": torch.ones(100, 50)}, model={"w": torch.full((40, 50), 1.5)}
     )
-    report = run_merge(base, [model], tmp_path / OUT, mismatch="overlap").models[0]
+    merger = make_merger(base, [model], mismatch="overlap", engine="plain")
+    [report] = merger.merge(tmp_path / OUT).models
     assert (report.parameters, report.mean_delta) == (40 * 50, 0.5)
 
 
@@ -362,12 +364,11 @@ def test_a_tied_head_that_a_model_lacks_is_merged_like_the_embedding(
 
 def test_a_tied_head_that_all_models_have_stays_the_embedding(tmp_path: Path) -> None:
     """Loaders untie a model whose head and embedding are both stored and differ."""
-    base, *paths = save_tied(tmp_path, {"tie_word_embeddings": True}, {})
-    model = load_file(paths[1] / "model.safetensors")
-    save_directory(paths[1], model | {HEAD: model[EMBEDDING].clone()})
-    merged = merge_paths(
-        *paths[:1], paths[1:], tmp_path / OUT, rules=[{"match": "lm_head*", "drop_rate": 0.1}]
-    )
+    base, base_path, model_path = save_tied(tmp_path, {"tie_word_embeddings": True}, {})
+    model = tensors_in(model_path)
+    save_directory(model_path, model | {HEAD: model[EMBEDDING].clone()})
+    rules = [{"match": "lm_head*", "drop_rate": 0.1}]
+    merged = merge_paths(base_path, [model_path], tmp_path / OUT, rules=rules)
     assert same_bits(merged[HEAD], merged[EMBEDDING])
     assert not same_bits(merged[EMBEDDING], base[EMBEDDING])
 
@@ -599,13 +600,8 @@ def test_a_base_of_another_architecture_is_refused_unless_the_user_knows(
         config = {"model_type": kind}
         (path / "config.json").write_text(json.dumps({part: config} if part else config))
     check_refused(*pair, "model_type is 'qwen2', not 'llama'", "--any-base")
-    arguments = ["-q", "-b", pair[0], "-m", pair[1]]
-    run("analyze", *arguments)  # which is how to find out about a base
-    out = tmp_path / "merged"
-    run(*arguments, "-o", out, "--any-base")
-    run("-q", "-c", out / "dare_recipe.toml", "-o", tmp_path / "again")
-    run("verify", "-q", out)
-    (warning,) = run_merge(pair[0], [pair[1]], out, any_base=True).warnings
+    run("analyze", "-q", "-b", pair[0], "-m", pair[1])  # which is how to find out about a base
+    (warning,) = run_merge(pair[0], [pair[1]], tmp_path / "merged", any_base=True).warnings
     assert "model_type is 'qwen2', not 'llama'" in warning
 
 
@@ -617,21 +613,17 @@ def test_a_file_of_any_name_has_the_configuration_beside_it(
     for path, kind in zip(paths, ("llama", "qwen2"), strict=True):
         (path.parent / "config.json").write_text(json.dumps({"model_type": kind}))
     check_refused(*paths, "model_type is 'qwen2', not 'llama'")
-    run_merge(paths[0], [paths[1]], tmp_path / "one" / "out.safetensors", any_base=True)
-    run_merge(paths[0], [paths[1]], tmp_path / "merged", any_base=True)
-    assert json.loads((tmp_path / "merged" / "config.json").read_text()) == {"model_type": "llama"}
+    run_merge(paths[0], paths[1:], tmp_path / "merged", any_base=True)
+    assert read_json(tmp_path / "merged" / "config.json") == {"model_type": "llama"}
 
 
 def test_a_model_file_beside_an_index_with_shards_is_warned_about(tmp_path: Path) -> None:
     base = random_model()
-    parts = [["layer.weight"], ["layer.bias", "head.weight", "scalar"]]
-    both = save_sharded(tmp_path / "both", base, parts)
+    both = save_directory(tmp_path / "both", base)
     clean = save_directory(tmp_path / "clean", finetune(base, 1))
-    out = tmp_path / "merged.safetensors"
-    assert run_merge(both, [clean], out).warnings == ()
-    save_directory(both, base)
-    for pair in ((both, clean), (clean, both)):
-        (warning,) = run_merge(pair[0], [pair[1]], out).warnings
+    save_sharded(both, base, [["layer.weight"], ["layer.bias", "head.weight", "scalar"]])
+    for one, other in ((both, clean), (clean, both)):
+        (warning,) = run_merge(one, [other], tmp_path / OUT).warnings
         assert "both has model.safetensors" in warning
         assert "model-00001-of-00002.safetensors" in warning
 
@@ -642,49 +634,43 @@ def test_a_model_that_has_most_tensors_under_other_names_is_refused_unless_the_u
     base = random_model(shapes={f"layers.{k}.weight": (8, 8) for k in range(9)})
     common = {name: tensor for name, tensor in base.items() if name < "layers.4"}
     renamed = {f"{name}.data": tensor for name, tensor in base.items() if name not in common}
-    other, half, subset, more = save(
+    path, other, half, subset, more = save(
         tmp_path,
+        base=base,
         other=finetune(common | renamed, 1),
         half=finetune(common | {"layers.4.weight": base["layers.4.weight"]} | renamed, 1),
         subset=finetune(common, 1),
         more=finetune(base, 1) | {f"extra.{k}": torch.ones(3) for k in range(50)},
     )
-    [path] = save(tmp_path, base=base)
-    out = tmp_path / "out.safetensors"
     check_refused(path, other, "only 4 of its 9", "'layers.4.weight.data'", "--any-base")
-    with pytest.raises(DareError, match="only 4 of its 9"):
-        dare_merge(base, [common | renamed])
     for model in (half, subset, more):
-        run_merge(path, [model], out)
-    assert run_merge(path, [other], out, any_base=True).models[0].parameters == 4 * 64
+        run_merge(path, [model], tmp_path / OUT)
+    report = run_merge(path, [other], tmp_path / OUT, any_base=True)
+    assert report.models[0].parameters == 4 * 64
 
 
 def test_a_base_that_is_surely_another_models_is_refused_and_nothing_is_published(
     tmp_path: Path, check_refused: Refusal, refused: Refusal, monkeypatch: Patch
 ) -> None:
     shapes = {"layer.weight": (1000, 1000), "layer.bias": (1000,)}
-    base = random_model(shapes=shapes)
-    far = {name: tensor * 0.3 for name, tensor in random_model(1, shapes=shapes).items()}
-    paths = save(tmp_path, base=base, far=far, trained=finetune(base, 1, size=0.04))
-    out = tmp_path / "out.safetensors"
+    base = random_model(dtype=BF16, shapes=shapes)
+    far = {name: tensor * 0.3 for name, tensor in random_model(1, BF16, shapes).items()}
+    near = finetune(base, 1, size=0.04)
+    zeros = {name: torch.zeros_like(each) for name, each in base.items()}
+    paths = save(tmp_path, base=base, far=far, trained=near, zeros=zeros)
     words = ("is not the base of", "--any-base")
     with monkeypatch.context() as patch:  # where the sample shows nothing, all weights do
         patch.setattr("darelib.output.prepare.check_sample", lambda *_: None)
         check_refused(*paths[:2], *words, flags=("--quiet",))
-    pair = ("-b", paths[0], "-m", paths[1], "-o", out)
     with monkeypatch.context() as patch:  # before a job is run
         patch.setattr("darelib.run.worker.JobWorker.__init__", Mock(side_effect=MemoryError))
         for command in (("merge",), ("merge", "--dry-run"), ("pack",)):
-            refused(1, words, *command, *pair)
-    turned = {name: tensor.t().contiguous().t() for name, tensor in far.items()}
-    with pytest.raises(DareError, match="'model 1'") as error:
-        dare_merge(base, [finetune(base, 1), turned])
-    assert "any_base" in error.value.hint
+            flags = ("-b", paths[0], "-m", paths[1], "-o", tmp_path / OUT)
+            refused(1, words, *command, *flags)
+    with pytest.raises(DareError, match="'model 1'"):
+        dare_merge(base, [near, far])
     assert dare_merge(base, [far], DareConfig(any_base=True)).keys() == base.keys()
-    run("pack", *pair, "--any-base", "-q")
     for model, insists in ((paths[1], True), (paths[2], False)):
-        (warning,) = run_merge(paths[0], [model], out, any_base=insists).warnings
+        (warning,) = run_merge(paths[0], [model], tmp_path / OUT, any_base=insists).warnings
         assert "does not look like the base of" in warning
-    dare_merge(base, [finetune(base, 1, size=0.04)])
-    zeros = save(tmp_path, zeros={name: torch.zeros_like(each) for name, each in base.items()})
-    run_merge(zeros[0], [paths[0]], out)
+    run_merge(paths[3], [paths[0]], tmp_path / OUT)

@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import dare
 from darelib.commands.analyze import measure as analyze_measure
+from tests.scene import contents
 from tests.support import (
     BF16,
     F32,
@@ -89,63 +89,47 @@ def test_models_are_found_by_name_and_recipes_pin_their_commits(
     assert models["tokenizer"] == PINNED["base"]
     # The recipe makes the same again, from anywhere, as the user runs it.
     (tmp_path / "elsewhere").mkdir()
-    kept = {
-        key: value
-        for key, value in os.environ.items()
-        if not key.startswith(("HF_", "HUGGINGFACE_"))
-    }
+    kept = {key: os.environ[key] for key in os.environ if not key.startswith(("HF_", "HUGGING"))}
     environment = {**kept, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
     arguments = ("-q", "-c", "../out/dare_recipe.toml", "-o", "again")
     done = command(*arguments, env=environment, cwd=tmp_path / "elsewhere")
     assert done.returncode == 0, done.stderr
-    for path in sorted(out.iterdir()):
-        assert (tmp_path / "elsewhere" / "again" / path.name).read_bytes() == path.read_bytes(), (
-            path.name
-        )
+    assert contents(tmp_path / "elsewhere" / "again") == contents(out)
 
 
+@pytest.mark.parametrize(
+    ("name", "revision", "status"),
+    [
+        ("org/base", None, 0),
+        ("org/base", COMMITS["base"], 0),
+        ("org/base", "other", 2),
+        ("org/none", None, 2),
+        ("org/shell", None, 2),  # of which only the configuration was needed so far
+    ],
+)
 def test_the_base_that_an_adapter_names_is_taken_from_the_cache_alone(
-    tmp_path: Path, snapshots: list[Path], monkeypatch: Patch, capsys: Capture
+    tmp_path: Path,
+    snapshots: list[Path],
+    monkeypatch: Patch,
+    capsys: Capture,
+    name: str,
+    revision: str | None,
+    status: int,
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("socket.getaddrinfo", asked := Mock(side_effect=OSError))
-    save_directory(tmp_path / "made" / "shell", {}, model_type="llama")
-    (tmp_path / "made" / "shell" / "model.safetensors").unlink()
-    to_hub_cache(tmp_path / "hub", "org/shell", tmp_path / "made" / "shell", "d" * 40)
+    shell = save_directory(tmp_path / "made" / "shell", {}, model_type="llama")
+    (shell / "model.safetensors").unlink()
+    to_hub_cache(tmp_path / "hub", "org/shell", shell, "d" * 40)
     tensors = low_rank("layer", tuple(BASE["layer.weight"].shape))
-    for name, revision, commit in (
-        ("org/base", None, COMMITS["base"]),
-        ("org/base", COMMITS["base"], COMMITS["base"]),
-        ("org/base", "other", ""),
-        ("org/none", None, ""),
-        ("org/shell", None, ""),  # of which only the configuration was needed so far
-    ):
-        stated = {"base_model_name_or_path": name, "revision": revision}
-        write_adapter(tmp_path / "adapter", tensors, **stated)
-        flags = ("-m", "adapter", "-o", "out", "--force", "--engine", "plain")
-        run(*flags, status=0 if commit else 2)
-        error = capsys.readouterr().err
-        assert (f"base: {name}" in error) == bool(commit)
-        assert ("nor in the cache" in error) == (not commit)
-        if commit:
-            recipe = tomllib.loads(Path("out", "dare_recipe.toml").read_text())
-            assert recipe["models"]["base_file"] == f"org/base@{commit}"
+    write_adapter(tmp_path / "adapter", tensors, base_model_name_or_path=name, revision=revision)
+    run("-m", "adapter", "-o", "out", "--engine", "plain", status=status)
+    words = "nor in the cache" if status else f"base: {name}"
+    assert words in capsys.readouterr().err
+    if status == 0:
+        recipe = tomllib.loads(Path("out", "dare_recipe.toml").read_text())
+        assert recipe["models"]["base_file"] == PINNED["base"]
     asked.assert_not_called()
-
-
-@pytest.mark.slow
-def test_a_search_goes_on_with_the_commits_that_it_began_with(
-    tmp_path: Path, snapshots: list[Path]
-) -> None:
-    branch = tmp_path / "hub" / "models--org--math" / "refs" / "main"
-
-    def evaluate(model: str) -> float:
-        branch.write_text("e" * 40)  # which is not in the cache
-        return 1.0
-
-    merger = dare.DareMerger("org/base", ["org/math"], dare.DareConfig(engine="plain"))
-    report = merger.sweep(evaluate, {"drop_rate": [0.0, 0.5]}, folder=tmp_path, trials=2)
-    assert not report.failures
 
 
 def test_parts_may_each_have_a_cache_of_their_own(
@@ -154,9 +138,6 @@ def test_parts_may_each_have_a_cache_of_their_own(
     """As machines do that share no cache: what was downloaded by one has other times, and perhaps
     another place."""
     flags = ("org/base", "org/math", "--max-shard-size", "6kB", "--engine", "plain")
-    whole = {path.name: path.read_bytes() for path in merge_by_name(*flags).iterdir()}
-    shutil.rmtree("out")
-    assert len([name for name in whole if name.endswith(".safetensors")]) > 1
     merge_by_name(*flags, "--part", "1/2")
     for name, commit in COMMITS.items():
         to_hub_cache(tmp_path / "another", f"org/{name}", tmp_path / "made" / name, commit)
@@ -164,9 +145,7 @@ def test_parts_may_each_have_a_cache_of_their_own(
         os.utime(path, (1, 1))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "another"))
     merge_by_name(*flags, "--part", "2/2")
-    assert {
-        path.name: path.read_bytes() for path in merge_by_name(*flags, "--resume").iterdir()
-    } == whole
+    assert_same(tensors_in(merge_by_name(*flags, "--resume")), define(BASE, [MATH]))
 
 
 def test_a_path_beats_a_name_on_the_hub(tmp_path: Path, snapshots: list[Path]) -> None:
@@ -192,27 +171,16 @@ def test_without_the_hubs_library_the_extra_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     monkeypatch.chdir(tmp_path)
-    complaint = "there is no file or directory 'org/name@main'"
-    assert (
-        len(check_refused(pair[0], "org/name@main", complaint, "huggingface_hub").splitlines()) == 2
-    )
-    for name in (
-        "org/name.safetensors",
-        "org/model.json",
-        "a/b/c",
-        "../org/name",
-        "name",
-        "org/name@",
-    ):
-        assert "[hub]" not in check_refused(name, pair[1], f"no file or directory {name!r}"), (
-            "which no name on the Hub looks like"
-        )
+    check_refused(pair[0], "org/name@main", "directory 'org/name@main'", "need huggingface_hub")
+    for name in ("org/name.safetensors", "org/model.json", "a/b/c", "../org/name", "org/name@"):
+        error = check_refused(name, pair[1], f"no file or directory {name!r}")
+        assert "huggingface_hub" not in error, "which no name on the Hub looks like"
 
 
+@pytest.mark.slow  # it imports Optuna, and searches
 def test_branches_that_move_during_a_sweep_or_an_analysis_change_nothing_of_it(
     tmp_path: Path, snapshots: list[Path], monkeypatch: Patch
 ) -> None:
-    pytest.importorskip("optuna")
     for snapshot in snapshots:
         shutil.copytree(snapshot, snapshot.with_name("d" * 40), symlinks=True)
 
@@ -293,16 +261,3 @@ def test_a_merged_directory_loads_in_transformers_and_runs(
     )
     assert ours["metadata"] == theirs["metadata"]
     assert ours["weight_map"].keys() == theirs["weight_map"].keys()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("key", ["dtype", "torch_dtype", None])
-def test_a_model_of_another_type_loads_in_that_type(tmp_path: Path, key: str | None) -> None:
-    import transformers
-
-    base, *models = save_family(tmp_path, "llama")
-    config = json.loads((base / "config.json").read_text())
-    config.pop("dtype")
-    (base / "config.json").write_text(json.dumps(config | ({key: "float32"} if key else {})))
-    run_merge(base, models, tmp_path / "merged", dtype="bfloat16")
-    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == BF16

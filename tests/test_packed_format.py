@@ -20,11 +20,9 @@ from xxhash import xxh3_64_intdigest
 import darelib.commands.pack.packer
 import darelib.models.packed
 from dare import DareError
-from darelib.core.mask import keep_threshold
 from tests.support import (
     BF16,
     F64,
-    HERE,
     Patch,
     Refusal,
     assert_same,
@@ -43,7 +41,7 @@ from tests.support import (
     tune,
     with_header,
 )
-from tests.test_packed import PLAIN, pack, table_of
+from tests.test_packed import PLAIN, pack, pack_all, table_of
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
@@ -142,7 +140,7 @@ def victim(tmp_path: Path) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("how", EDITS)
-@pytest.mark.parametrize("engine", ["plain", "numba"])
+@pytest.mark.parametrize("engine", ["plain", slow("numba")])
 def test_a_table_that_does_not_fit_is_refused(
     victim: tuple[Path, Path], check_refused: Refusal, how: str, engine: str
 ) -> None:
@@ -163,7 +161,7 @@ def test_values_that_are_cut_or_broken_are_refused(
         check_refused(*victim, "packed.safetensors'")
     header = json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])
     save_file({"w": before["w"][:-7].clone(), "ids": before["ids"]}, packed, header["__metadata__"])
-    check_refused(*victim, "its counts of 'w'")
+    check_refused(*victim, "see its counts of 'w'")
     before["w"][-1] = math.nan
     save_file(before, packed, header["__metadata__"])
     check_refused(
@@ -211,21 +209,15 @@ def test_a_base_of_which_some_weights_were_changed_is_another_base(
     base = random_model(0, BF16, {"w": (1100, 600)})
     tuned = {name: tensor.to(dtype) for name, tensor in finetune(base, 1).items()}
     paths = save(tmp_path, base=base, math=tuned, other=finetune(base, 2))
-    packed = [
-        pack(paths[0], path, tmp_path / f"packed-{path.name}", "--seed", 42 + i)
-        for i, path in enumerate(paths[1:])
-    ]
-    out = tmp_path / "out.safetensors"
+    packed = pack_all(paths, 0.9)
     flags = ["-b", paths[0], *PLAIN, "--threads", "3"]
-    merge = [*flags, "-m", *packed, "-o", out]
+    merge = [*flags, "-m", *packed, "-o", tmp_path / "out.safetensors"]
     run("-q", *merge)
-    run("verify", "-q", out)
     base["w"].view(-1)[2100:2500] += 1
     save(tmp_path, base=base)
-    words = (f"packed-{paths[1].name}'", "another base", "tensor 'w' differs at [0, 0] or after")
-    refused(1, words, *merge)
+    words = (f"{packed[0].name}'", "another base", "tensor 'w' differs at [0, 0] or after")
+    refused(1, words, *merge, "--force")
     refused(1, words, "analyze", *flags, "-m", packed[0])
-    run("verify", out, status=1)
     for path in packed:  # as it was before there were digests
         rewrite(path, lambda table, _: table["tensors"]["w"].pop("base_xxh3") and None)
     run("-q", *merge, "--force")
@@ -297,22 +289,3 @@ def test_the_page_on_the_format_is_enough_to_read_a_packed_model(
             positions, np.flatnonzero(mask(5, name, tuned[name].numel(), rates[name]))
         )
         assert values == raw(tuned[name].reshape(-1)[torch.from_numpy(positions)]).tobytes()
-
-
-def test_the_page_says_what_the_code_does() -> None:
-    page = (HERE / "docs" / "packed.md").read_text()
-    fields = (
-        "version",
-        "mask",
-        "seed",
-        "base",
-        "tensors",
-        "shape",
-        "drop_rate",
-        "counts",
-        "base_xxh3",
-        "mask_name",
-    )
-    assert all(f"`{field}`" in page for field in fields)
-    assert "max(1, round((1 - p) * 65536))" in page
-    assert keep_threshold(0.9999999) == 1

@@ -175,13 +175,9 @@ class Checkpoint(Input):
             )
 
     def _check_index(self, layout: Layout) -> None:
-        paths = {
-            expected: Path(layout.folder or "", expected)
-            for expected in set(layout.weight_map.values())
-        }
         for name, expected in layout.weight_map.items():
             info = self.tensors.get(name)
-            if info is None or self.files[info.file].path != paths[expected]:
+            if info is None or self.files[info.file].path != Path(layout.folder or "", expected):
                 raise DareError(
                     f"the index of {self.name!r} says that tensor {name!r} is in {expected!r}, "
                     "and it is not",
@@ -195,8 +191,13 @@ class Checkpoint(Input):
 
     @property
     def stored(self) -> list[TensorInfo]:
-        """Its tensors as they are in files."""
         return [info for file in self.files for info in file.tensors.values()]
+
+    def read_tables(self) -> list[dict[str, Any]]:
+        """Its whole configuration, and that of its text model."""
+        path = (self.folder or self.files[0].path.parent) / CONFIG_FILE
+        table = read_json(path, part_name(self.source, path)) if path.is_file() else {}
+        return [each for each in (table, table.get("text_config")) if isinstance(each, dict)]
 
     def list_changes(self, tables: Sequence[dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
         """Settings of its configuration that are no longer true: the old value and the new one."""
@@ -236,7 +237,8 @@ class Checkpoint(Input):
             for name, info in file.tensors.items()
             if info.nbytes
         )
-        digest, page = hashlib.sha256(), bytearray(PAGE_BYTES)
+        digest = hashlib.sha256()
+        page = bytearray(PAGE_BYTES)
         for k in range(PAGES if stored else 0):
             number, rest = divmod(k * len(stored), PAGES)
             info = stored[number][1]
@@ -256,7 +258,6 @@ class Checkpoint(Input):
         """Called once, before the first read. inputs: how many share the memory of what is made."""
 
     def read_bytes(self, view: memoryview, info: TensorInfo, start: int) -> None:
-        """Read bytes of a stored tensor, from one of them on."""
         self.files[info.file].read_into(view, info.offset + start)
 
     def check_unchanged(self) -> None:
@@ -322,6 +323,23 @@ def _pick_rope(table: dict[str, Any]) -> dict[str, Any]:
             kind = str(rope.get("rope_type", rope.get("type", "")))
             found["rope_scaling.rope_type"] = OLD_ROPE_TYPES.get(kind, kind) or None
     return found
+
+
+def compare_configs(
+    mine: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str = ""
+) -> dict[str, str]:
+    """What two configurations both state, but differently: by key, in words.
+
+    What only one states is no difference.
+    """
+    compared = mine.keys() & theirs.keys() - {"text_config", NAME_KEY}
+    found = {
+        prefix + key: f"its {prefix}{key} is {theirs[key]!r}, not {value!r}"
+        for key, value in mine.items()
+        if key in compared and value != theirs[key]
+    }
+    parts = (mine.get("text_config", {}), theirs.get("text_config", {}))
+    return found | (compare_configs(*parts, "text_config.") if all(parts) else {})
 
 
 def ties_embeddings(config: Mapping[str, Any]) -> bool | None:

@@ -24,8 +24,7 @@ from darelib.core.methods import METHODS
 from darelib.core.text import ConfigError, DareError, clip
 from darelib.kernels import fp8, plain
 from darelib.models.checkpoint import QUANTISE_HINT, Checkpoint, module_of, quantised_modules
-from darelib.models.directories import CONFIG_FILE, part_name
-from darelib.models.tensorfile import read_json
+from darelib.models.directories import CONFIG_FILE
 from darelib.models.tensors import Encoding, Input, Target, TensorInfo, Writer
 
 Array = NDArray[Any]
@@ -139,7 +138,6 @@ class Fp8(Encoding):
                 self._scale(model, width, values[first - start : last - start], first)
 
     def _scale(self, model: Input, width: int, values: Array, start: int) -> None:
-        """Multiply values by their scales: whole rows, or a part of one."""
         row, column = divmod(start, width)
         part = values.reshape(-1, min(width, len(values)))
         raw = self.read_scales(model, row, len(part))
@@ -174,19 +172,16 @@ class Unscaled(Encoding):
     ) -> None:
         stored = np.empty(count, np.uint8)
         self.stored.encoding.read_stored(model, self.stored, start, stored.data)
-        into.view(np.uint16)[:] = fp8.list_brains(self.stored.dtype)[stored]
+        brains = fp8.list_brains(self.stored.dtype)[stored]
+        if info.dtype == "F32":
+            into.view(np.uint32)[:] = brains.astype(np.uint32) << 16
+        else:
+            into.view(np.uint16)[:] = brains
 
 
 @dataclass(frozen=True, eq=False)
 class Kept(Unscaled):
     """The same, read as float32, and written in FP8 again."""
-
-    def read(
-        self, model: Input, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
-    ) -> None:
-        brains = np.empty(2 * count, np.uint8)
-        super().read(model, info, start, count, brains)
-        into.view(np.uint32)[:] = brains.view(np.uint16).astype(np.uint32) << 16
 
     def list_outputs(self, name: str, info: TensorInfo) -> dict[str, TensorInfo]:
         return {name: TensorInfo(FP8, info.shape)}
@@ -196,8 +191,6 @@ class Kept(Unscaled):
 
 
 class KeptWriter(Writer):
-    """Writes values as bytes of FP8, rounded to nearest even."""
-
     def __init__(self, target: Target, start: int) -> None:
         super().__init__(target, start)
         self._place = start
@@ -225,7 +218,8 @@ def recognise_fp8(model: Checkpoint) -> None:
     pairs = find_pairs(model.tensors)
     if not pairs:
         return
-    settings = read_quantisation(model)
+    stated = (table.get("quantization_config") for table in model.read_tables())
+    settings = next((each for each in stated if isinstance(each, dict)), {})
     block = settings.get("weight_block_size") or DEFAULT_BLOCK
     is_pair = isinstance(block, list | tuple) and len(block) == 2
     if not is_pair or not all(is_count(side, 1) for side in block):
@@ -243,7 +237,6 @@ def recognise_fp8(model: Checkpoint) -> None:
 
 
 def is_activation_scale(name: str, weights: Mapping[str, str]) -> bool:
-    """Whether a tensor scales activations of a module whose weights are in FP8."""
     module, _, last = name.rpartition(".")
     return last in ACTIVATION_SCALES and any(
         f"{module}{own}.weight" in weights for own in ("", ".k_proj", ".q_proj")
@@ -262,8 +255,7 @@ def find_pairs(tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
             scales = [module + own for own in SCALE_NAMES if module + own in tensors]
             if len(scales) == 1 and tensors[scales[0]].dtype in SCALE_TYPES:
                 pairs[name] = scales[0]
-    used = {*pairs, *pairs.values()}
-    rest = {name: info for name, info in tensors.items() if name not in used}
+    rest = {name: tensors[name] for name in tensors.keys() - pairs.keys() - {*pairs.values()}}
     others = quantised_modules(rest) if pairs else set()
     return {name: scale for name, scale in pairs.items() if module_of(name) not in others}
 
@@ -338,18 +330,6 @@ def _make_tensor(
         )
     encoding = Fp8(stored, scale_name, scale, block, grid, powers)
     return TensorInfo("F32", stored.shape, encoding=encoding)
-
-
-def read_quantisation(model: Checkpoint) -> dict[str, Any]:
-    """What a model's configuration says of how it is quantised."""
-    if model.folder is None or not (model.folder / CONFIG_FILE).is_file():
-        return {}
-    path = model.folder / CONFIG_FILE
-    config = read_json(path, part_name(model.source, path))
-    for table in (config, config.get("text_config")):
-        if isinstance(table, dict) and isinstance(table.get("quantization_config"), dict):
-            return dict(table["quantization_config"])
-    return {}
 
 
 @dataclass(eq=False)

@@ -31,13 +31,11 @@ ENCODINGS: Final[tuple[Callable[[Checkpoint], None], ...]] = (recognise_fp8,)
 
 
 def open_checkpoint(source: Source, layout: Layout, _: Checkpoint | None) -> Checkpoint:
-    model = Checkpoint(source, layout)
-    try:
+    with ExitStack() as opened:
+        model = opened.enter_context(closing(Checkpoint(source, layout)))
         for recognise in ENCODINGS:
             recognise(model)
-    except BaseException:
-        model.close()
-        raise
+        opened.pop_all()
     return model
 
 
@@ -50,9 +48,8 @@ def open_adapter(
         return kind(source, layout, base)
     view = copy.copy(base)
     view.tensors = {**base.tensors, **ways}
-    adapter = kind(source, layout, view)
     with ExitStack() as opened:
-        opened.callback(adapter.close)
+        adapter = opened.enter_context(closing(kind(source, layout, view)))
         adapter.tensors = put_back(adapter.tensors, base.tensors, ways, adapter.name)
         opened.pop_all()
     return adapter
@@ -90,7 +87,6 @@ def explain_path(source: Source) -> Iterator[None]:
 
 
 def find_files(source: Source) -> tuple[Opener, Layout]:
-    """What opens a source, and which files it has."""
     with explain_path(source):
         if source.path.is_dir() and not os.access(source.path, os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
@@ -112,33 +108,29 @@ def find_own(folder: Path, weights: Collection[Path]) -> Iterator[Path]:
 
 def open_source(source: Source, base: Checkpoint | None) -> Checkpoint:
     """A model, open for reading. base: None: it is to be the base."""
-    if source.slices:
-        return open_stack(source)
-    if not source.joined:
+    if not source.slices and not source.joined:
         open_files, layout = find_files(source)
         return open_files(source, layout, base)
-    below, top = source.joined
-    is_plain = base and base.source.parts == (base.source,)
-    path = os.path.realpath(below.path)
     with ExitStack() as opened:
-        if base and is_plain and os.path.realpath(base.source.path) == path:
+
+        def open_part(part: Source, below: Checkpoint | None) -> Checkpoint:
+            return opened.enter_context(closing(open_source(part, below)))
+
+        if source.slices:
+            made: Checkpoint = Stack(source, [open_part(each, None) for each in source.models])
+        elif base and is_base(source.joined[0], base):
             # An adapter on the base is an input by itself.
-            own = check_adapter(opened.enter_context(closing(open_source(top, base))), base)
-            opened.pop_all()
-            return own
-        model = opened.enter_context(closing(open_source(below, None)))
-        adapter = opened.enter_context(closing(open_source(top, model)))
-        adapted = AdaptedModel(source, model, adapter)
+            made = check_adapter(open_part(source.joined[1], base), base)
+        else:
+            model = open_part(source.joined[0], None)
+            made = AdaptedModel(source, model, open_part(source.joined[1], model))
         opened.pop_all()
-    return adapted
+    return made
 
 
-def open_stack(source: Source) -> Checkpoint:
-    with ExitStack() as opened:
-        models = [opened.enter_context(closing(open_source(m, None))) for m in source.models]
-        stack = Stack(source, models)
-        opened.pop_all()
-        return stack
+def is_base(source: Source, base: Checkpoint) -> bool:
+    is_plain = base.source.parts == (base.source,)
+    return is_plain and os.path.realpath(base.source.path) == os.path.realpath(source.path)
 
 
 @contextmanager
@@ -163,12 +155,13 @@ def open_models(
             if config:
                 fit_names(model, inputs[0], config)
                 read_unscaled(model, inputs[0], config)
-        owners = (m for m in inputs for part in m.parts if tokenizer and is_of(tokenizer, part))
-        owner = next(owners, None)
-        if owner or (tokenizer and tokenizer.name == UNION):
-            from darelib.models.rows import unite_tokens
+        if tokenizer:
+            owners = (model for model in inputs if any(is_of(tokenizer, p) for p in model.parts))
+            owner = next(owners, None)
+            if owner or tokenizer.name == UNION:
+                from darelib.models.rows import unite_tokens
 
-            unite_tokens(inputs, owner)
+                unite_tokens(inputs, owner)
         yield inputs
 
 

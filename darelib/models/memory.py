@@ -33,11 +33,6 @@ STORED_NAMES: Final = {
 }
 
 
-def name_dtype(dtype: torch.dtype) -> str:
-    # C64: another complex type, which is only copied.
-    return STORED_NAMES.get(str(dtype).removeprefix("torch."), "C64")
-
-
 def check_state_dict(what: str, given: object) -> None:
     from torch import Tensor
 
@@ -74,7 +69,6 @@ class StateDict(Described):
         self.addresses = tuple(map(Tensor.data_ptr, self.values))
 
     def choose(self, names: tuple[str, ...]) -> StateDict:
-        """Some of its tensors, in this order."""
         if names == self.names:
             return self
         return StateDict(self.name, {name: self.state[name] for name in names})
@@ -90,14 +84,15 @@ class StateDict(Described):
         """Make what a plan wants to know: for many tensors, that takes longer than to merge
         them.
         """
+        # C64: another complex type, which is only copied.
+        types = (STORED_NAMES.get(str(each).removeprefix("torch."), "C64") for each in self.dtypes)
         self.tensors = {
-            name: TensorInfo(name_dtype(dtype), tuple(shape))
-            for name, dtype, shape in zip(self.names, self.dtypes, self.shapes, strict=True)
+            name: TensorInfo(dtype, tuple(shape))
+            for name, dtype, shape in zip(self.names, types, self.shapes, strict=True)
         }
 
     @cached_property
     def twins(self) -> tuple[tuple[str, ...], ...]:
-        """The names of each tensor that has several."""
         if len(set(self.addresses)) == len(self.addresses):
             return ()
         groups: dict[Any, list[str]] = {}

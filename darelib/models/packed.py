@@ -37,20 +37,15 @@ BASE_HINT: Final = "give the base that it was packed against"
 class PackedTensor(TensorInfo):
     """A tensor that is the base's, but for the entries that a mask keeps, which are stored."""
 
-    stored: TensorInfo  # the entries, one after the other
     base: TensorInfo
-    drop_rate: float
-    mask_name: str  # what the mask is drawn by
+    mask_name: str
+    stored: TensorInfo  # the entries, one after the other
     counts: tuple[int, ...]  # the entries before each block, and all of them
     digests: tuple[int, ...]  # of the base's blocks; none in files of earlier versions
 
     @property
     def stored_bytes(self) -> int:
         return self.stored.nbytes
-
-    @property
-    def share(self) -> float:
-        return self.counts[-1] / self.count if self.count else 1.0
 
     @property
     def spec(self) -> KernelSpec:
@@ -78,13 +73,11 @@ class Scratch(threading.local):
     entries: NDArray[Any]
     end = 0  # the element that its last read ended at
     used = 0  # the entries before that
-    room = np.empty(0, np.uint8)
 
-    def take(self, size: int) -> NDArray[np.uint8]:
-        """Room for some bytes; new room each time would be asked of the system each time."""
-        if len(self.room) < size:
-            self.room = np.empty(size, np.uint8)
-        return self.room[:size]
+    def __init__(self) -> None:
+        # For the widest type: what is not used takes no memory, and new room for each block would
+        # be asked of the system each time.
+        self.room = np.empty(8 * COUNTED_BLOCK, np.uint8)
 
 
 class LastDigest(threading.local):
@@ -97,19 +90,13 @@ class LastDigest(threading.local):
     digest = xxhash.xxh3_64()  # of the block up to there
 
     def follow(
-        self,
-        model: Input,
-        info: TensorInfo,
-        begin: int,
-        place: tuple[int, int],
-        part: NDArray[np.uint8],
+        self, model: Input, info: TensorInfo, begin: int, start: int, part: NDArray[Any]
     ) -> int:
-        """The digest of a block of the base from its beginning. part: its values at a place."""
+        """The digest of a block of the base from its beginning. part: its values from start on."""
+        place = (start, start + len(part))
         if self.place != place or self.info is not info:
-            start, _ = place
-            if start == begin:
-                self.digest = xxhash.xxh3_64()
-            elif self.place[1] != start or self.info is not info:  # somebody else read the start
+            # At a beginning, or where somebody else has read what comes before.
+            if start == begin or self.place[1] != start or self.info is not info:
                 self.digest = digest_values(model, info, begin, start)
             self.info = info
             self.place = place
@@ -118,17 +105,6 @@ class LastDigest(threading.local):
 
 
 LAST: Final = LastDigest()
-
-
-def check_base(name: str, stated: Mapping[str, Any], base: Checkpoint) -> None:
-    """Refuse another base than the one that a model was packed against."""
-    for key, value in base.fingerprint.items():
-        if stated.get(key) != value:
-            raise DareError(
-                f"{name!r} was packed against {stated.get('file')!r}, and {base.name!r} is another "
-                f"base: its {key} is {value}, not {stated.get(key)}",
-                BASE_HINT,
-            )
 
 
 class PackedModel(Checkpoint):
@@ -147,43 +123,47 @@ class PackedModel(Checkpoint):
         self._kernels: Mapping[KernelSpec, Kernel] = {}
         self._scratch = Scratch()
         try:
-            packed = self._read_table(self.files[0].metadata.pop(PACKED_KEY, ""))
-        except BaseException:
+            packed = self._read_table(json.loads(self.files[0].metadata.pop(PACKED_KEY, "")))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            self.close()
+            fault = "something in its table is missing, or of another type than it should be"
+            if type(error) is ValueError:
+                fault = str(error)
+            raise DareError(
+                f"{self.name!r} is not a sound packed model: {fault}", AGAIN_HINT
+            ) from None
+        except DareError:
             self.close()
             raise
         self.tensors |= packed
         self.specs = frozenset(tensor.spec for tensor in packed.values())
-        self.note = "packed"
-        if packed:
-            rates = [tensor.drop_rate for tensor in packed.values()]
-            span = " to ".join(f"{rate:g}" for rate in sorted({min(rates), max(rates)}))
-            self.note = f"packed at drop rate {span}, seed {self.seed}"
+        rates = sorted({tensor.drop_rate for tensor in packed.values()})
+        span = " to ".join(f"{rate:g}" for rate in dict.fromkeys(rates[:1] + rates[-1:]))
+        self.note = f"packed at drop rate {span}, seed {self.seed}" if packed else "packed"
 
-    def _read_table(self, text: str) -> dict[str, PackedTensor]:
-        try:
-            table = json.loads(text)
-            version = table["version"]
-            mask = table["mask"]
-            if (version, mask) != (VERSION, MASK_NAME):
-                raise DareError(
-                    f"{self.name!r} is packed in format {version!r} with mask {mask!r}, "
-                    "not known to this version",
-                    "use the version of dare that packed it",
-                )
-            self.seed = table["seed"]
-            self._check(self.seed, is_count(self.seed, 0), "seed")
-            check_base(
-                self.name, dict(table["base"]), self._base
-            )  # before entries, which are of that one
-            packed = {name: self._read_entry(name, e) for name, e in table["tensors"].items()}
-            self._tied = table.get("tie_word_embeddings")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    def _read_table(self, table: dict[str, Any]) -> dict[str, PackedTensor]:
+        version = table["version"]
+        mask = table["mask"]
+        if (version, mask) != (VERSION, MASK_NAME):
             raise DareError(
-                f"{self.name!r} is not a sound packed model: "
-                "something in its table is missing, or of another type than it should be",
-                AGAIN_HINT,
-            ) from None
-        return packed
+                f"{self.name!r} is packed in format {version!r} with mask {mask!r}, "
+                "not known to this version",
+                "use the version of dare that packed it",
+            )
+        stated = dict(table["base"])
+        for key, value in self._base.fingerprint.items():
+            if stated.get(key) != value:
+                raise DareError(
+                    f"{self.name!r} was packed against {stated.get('file')!r}, and "
+                    f"{self._base.name!r} is another base: its {key} is {value}, not "
+                    f"{stated.get(key)}",
+                    BASE_HINT,
+                )
+        self.seed = table["seed"]
+        if not is_count(self.seed, 0):
+            raise ValueError(f"its seed is {self.seed!r}")
+        self._tied = table.get("tie_word_embeddings")
+        return {name: self._read_entry(name, entry) for name, entry in table["tensors"].items()}
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -191,63 +171,57 @@ class PackedModel(Checkpoint):
         tied = {"tie_word_embeddings": self._tied} if isinstance(self._tied, bool) else {}
         return super().config | tied
 
-    def _check(self, value: Any, sound: bool, what: str) -> None:
-        if not sound:
-            raise DareError(
-                f"{self.name!r} is not a sound packed model: its {what} is {value!r}", AGAIN_HINT
-            )
-
     def _read_entry(self, name: str, entry: Mapping[str, Any]) -> PackedTensor:
         """One tensor. All that reading relies on is checked: such files may come from anywhere."""
-        stored = self.tensors.get(name)
-        if stored is None:
-            raise DareError(f"{self.name!r} lacks its tensor {name!r}", AGAIN_HINT)
-        base = self._base.tensors.get(name)
-        shape = tuple(entry["shape"])
-        if base is None or shape != base.shape:
-            raise DareError(
-                f"{self.name!r} is not a sound packed model: its shape of {name!r} is {shape!r}",
-                AGAIN_HINT,
-            )
+        stored = self.tensors[name]
+        base = self._base.tensors[name]
         rate = entry["drop_rate"]
-        self._check(rate, isinstance(rate, int | float) and 0 <= rate < 1, f"drop rate of {name!r}")
         mask_name = entry.get("mask_name", name)
-        self._check(mask_name, isinstance(mask_name, str), f"mask of {name!r}")
         mask_name.encode()  # fails for half of a surrogate pair
         counts = tuple(entry["counts"])
+        digests = tuple(entry.get(DIGESTS_KEY, ()))
         steps = [after - before for before, after in pairwise(counts)]
         blocks = [min(COUNTED_BLOCK, base.count - k) for k in range(0, base.count, COUNTED_BLOCK)]
-        sound = (
-            all(is_count(count, 0) for count in counts)
-            and counts[:1] == (0,)
-            and len(steps) == len(blocks)
+        are_counts = len(steps) == len(blocks) and all(is_count(count, 0) for count in counts)
+        sound = {
+            "shape": tuple(entry["shape"]) == base.shape,
+            "drop rate": isinstance(rate, int | float) and 0 <= rate < 1,
+            "counts": are_counts
+            and counts[0] == 0
             and all(0 <= step <= block for step, block in zip(steps, blocks, strict=True))
             and stored.dtype in FORMATS
-            and stored.shape == counts[-1:]
-        )
-        self._check(counts[-3:], sound, f"counts of {name!r}")
-        digests = tuple(entry.get(DIGESTS_KEY, ()))
-        sound = all(type(digest) is int for digest in digests)
-        self._check(
-            digests[-3:],
-            sound and len(digests) in (0, len(blocks)),
-            f"digests of the base's {name!r}",
-        )
+            and stored.shape == counts[-1:],
+            "digests": len(digests) in (0, len(blocks))
+            and all(type(digest) is int for digest in digests),
+        }
+        for what, is_sound in sound.items():
+            if not is_sound:
+                raise ValueError(f"see its {what} of {name!r}")
         types = {stored.dtype, base.dtype}
         wide = "F64" if "F64" in types else "F32"
         return PackedTensor(
             dtype=stored.dtype if len(types) == 1 else wide,
-            shape=shape,
-            stored=stored,
-            base=base,
+            shape=base.shape,
             drop_rate=rate,
+            share=counts[-1] / base.count if base.count else 1.0,
+            base=base,
             mask_name=mask_name,
+            stored=stored,
             counts=counts,
             digests=digests,
         )
 
     def prepare(self, kernels: Mapping[KernelSpec, Kernel], inputs: int) -> None:
         self._kernels = kernels
+
+    def read_bytes(self, view: memoryview, info: TensorInfo, start: int) -> None:
+        """Of a packed tensor, the bytes that it would have if it were stored whole."""
+        if isinstance(info, PackedTensor):
+            into = np.frombuffer(view, np.uint8)
+            itemsize = FORMATS[info.dtype].itemsize
+            self.read(info, start // itemsize, len(into) // itemsize, into)
+        else:
+            super().read_bytes(view, info, start)
 
     def read(
         self,
@@ -257,58 +231,41 @@ class PackedModel(Checkpoint):
         into: NDArray[np.uint8],
         base: NDArray[np.uint8] | None = None,
     ) -> None:
-        if (
-            isinstance(info, PackedTensor)
-            and base is not None
-            and info.base.dtype == info.dtype
-            and start % TILE == 0
-        ):
-            compare_base(self, self._base, info, start, base[: len(into)])
-            raw = FORMATS[info.dtype].raw
-            self._fill_blocks(info, start, base[: len(into)].view(raw), into.view(raw))
-        else:
-            super().read(info, start, count, into)
-
-    def read_bytes(self, view: memoryview, info: TensorInfo, start: int) -> None:
-        """Of a packed tensor, the bytes that it would have if it were stored whole."""
         if not isinstance(info, PackedTensor):
-            super().read_bytes(view, info, start)
+            super().read(info, start, count, into)
             return
-        values = np.frombuffer(view, FORMATS[info.dtype].raw)
-        first = start // values.itemsize
-        skipped = first % TILE
+        values = into.view(FORMATS[info.dtype].raw)
+        skipped = start % TILE
         if skipped:  # masks are drawn by whole tiles
-            whole = np.empty(skipped + len(values), values.dtype)
-            self.read(info, first - skipped, len(whole), whole.view(np.uint8))
+            whole = np.empty(skipped + count, values.dtype)
+            self.read(info, start - skipped, len(whole), whole.view(np.uint8))
             values[:] = whole[skipped:]
             return
-        raw = np.empty(len(values) * FORMATS[info.base.dtype].itemsize, np.uint8)
-        base = read_as(info.dtype, self._base, info.base, first, len(values), raw)
-        compare_base(self, self._base, info, first, raw)
-        self._fill_blocks(info, first, base, values)
-
-    def _fill_blocks(
-        self, info: PackedTensor, first: int, base: NDArray[Any], values: NDArray[Any]
-    ) -> None:
-        """Make values of the base's and of the entries."""
-        first_block = first - first % COUNTED_BLOCK
-        for block in range(first_block, first + len(values), COUNTED_BLOCK):
-            start = max(block, first)
-            part = slice(start - first, block + COUNTED_BLOCK - first)
-            self._fill(info, start, base[part], values[part])
+        if base is None:
+            base = np.empty(count * FORMATS[info.base.dtype].itemsize, np.uint8)
+            self._base.read(info.base, start, count, base)
+        given = base.view(FORMATS[info.base.dtype].raw)
+        known = convert(given, info.base.dtype, info.dtype)
+        for begin in range(start - start % COUNTED_BLOCK, start + count, COUNTED_BLOCK):
+            first = max(begin, start)
+            part = slice(first - start, begin + COUNTED_BLOCK - start)
+            self._compare_base(info, begin, first, given[part])
+            self._fill(info, first, known[part], values[part])
 
     def _fill(
         self, info: PackedTensor, start: int, base: NDArray[Any], values: NDArray[Any]
     ) -> None:
-        """The same for a block, or a part of one."""
+        """Make values of a block, or a part of one, of the base's and of the entries."""
         scratch = self._scratch
         threshold = keep_threshold(info.drop_rate)
         key = mask_key(self.seed or 0, info.mask_name)
         block, skipped = divmod(start, COUNTED_BLOCK)
         if scratch.block != (info, block):
             before, after = info.counts[block : block + 2]
-            room = scratch.take((after - before) * FORMATS[info.stored.dtype].itemsize)
-            scratch.entries = read_as(info.dtype, self, info.stored, before, after - before, room)
+            stored = info.stored.dtype
+            raw = scratch.room[: (after - before) * FORMATS[stored].itemsize]
+            super().read(info.stored, before, after - before, raw)
+            scratch.entries = convert(raw.view(FORMATS[stored].raw), stored, info.dtype)
             scratch.block = info, block
             scratch.end = start - skipped
             scratch.used = 0
@@ -325,28 +282,16 @@ class PackedModel(Checkpoint):
                 f"{self.name!r} does not hold the entries that its mask keeps", AGAIN_HINT
             )
 
-
-def compare_base(
-    model: PackedModel, base: Input, info: PackedTensor, first: int, raw: NDArray[np.uint8]
-) -> None:
-    """Refuse other values of the base than it was packed against, once a block is complete.
-
-    raw: the base's, from an element on.
-    """
-    if not info.digests:
-        return
-    itemsize = FORMATS[info.base.dtype].itemsize
-    stop = first + len(raw) // itemsize
-    for begin in range(first - first % COUNTED_BLOCK, stop, COUNTED_BLOCK):
-        digest = info.digests[begin // COUNTED_BLOCK]
-        start = max(begin, first)
-        end = min(begin + COUNTED_BLOCK, stop)
-        part = raw[(start - first) * itemsize : (end - first) * itemsize]
-        found = LAST.follow(base, info.base, begin, (start, end), part)
-        if end in (begin + COUNTED_BLOCK, info.count) and found != digest:
-            name = next(name for name, each in model.tensors.items() if each is info)
+    def _compare_base(self, info: PackedTensor, begin: int, start: int, part: NDArray[Any]) -> None:
+        """Refuse other values of the base than it was packed against, once a block is complete."""
+        if not info.digests:
+            return
+        found = LAST.follow(self._base, info.base, begin, start, part)
+        is_end = start + len(part) in (begin + COUNTED_BLOCK, info.count)
+        if is_end and found != info.digests[begin // COUNTED_BLOCK]:
+            name = next(name for name, each in self.tensors.items() if each is info)
             raise DareError(
-                f"{model.name!r} was packed against another base than {base.name!r}: "
+                f"{self.name!r} was packed against another base than {self._base.name!r}: "
                 f"tensor {name!r} differs at {info.place_of(begin)} or after it",
                 BASE_HINT,
             )
@@ -364,18 +309,9 @@ def digest_values(model: Input, info: TensorInfo, start: int, stop: int) -> xxha
     return digest
 
 
-def read_as(
-    dtype: str,
-    model: Input,
-    info: TensorInfo,
-    start: int,
-    count: int,
-    room: NDArray[np.uint8] | None = None,
-) -> NDArray[Any]:
-    """Elements of a tensor, in a type that has all their values. room: where to read them to."""
-    raw = np.empty(count * FORMATS[info.dtype].itemsize, np.uint8) if room is None else room
-    model.read(info, start, count, raw)
-    if info.dtype != dtype:
-        with np.errstate(all="ignore"):  # what is not finite is found in the result
-            raw = decode(raw, info.dtype, dtype)
-    return raw.view(FORMATS[dtype].raw)
+def convert(raw: NDArray[Any], dtype: str, wanted: str) -> NDArray[Any]:
+    """Stored values in a type that has all of them, as they would be stored in that."""
+    if dtype == wanted:
+        return raw
+    with np.errstate(all="ignore"):  # what is not finite is found in the result
+        return decode(raw, dtype, wanted).view(FORMATS[wanted].raw)

@@ -15,9 +15,9 @@ from darelib.models.checkpoint import (
     HEADS,
     NAME_KEY,
     Checkpoint,
+    compare_configs,
     read_config,
 )
-from darelib.models.differences import compare_configs
 from darelib.models.directories import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,

@@ -17,6 +17,7 @@ from darelib.kernels.plain import decode, encode
 from darelib.models.checkpoint import EMBEDDINGS, HEADS, Checkpoint
 from darelib.models.tensors import Encoding, Input, TensorInfo
 from darelib.models.vocabulary import (
+    UNITE_HINT,
     Union,
     Vocabulary,
     check_gaps,
@@ -85,7 +86,6 @@ class Rows(Encoding):
 
 
 def choose_real(*infos: TensorInfo) -> str:
-    """The type to compute in."""
     return "F64" if "F64" in [info.dtype for info in infos] else "F32"
 
 
@@ -115,15 +115,9 @@ def unite_tokens(inputs: Sequence[Checkpoint], owner: Checkpoint | None = None) 
         raise
     if owner and not (vocabulary and names):
         return
-    if vocabulary is None:
-        raise DareError(
-            f"{base.name!r} has no tokenizer.json",
-            "for --tokenizer union, give a base with a tokenizer",
-        )
-    if not names:
-        raise DareError(
-            f"{base.name!r} has no embedding that is known by its name", "use --tokenizer base"
-        )
+    if vocabulary is None or not names:
+        what = "embedding that is known by its name" if vocabulary else "tokenizer.json"
+        raise DareError(f"{base.name!r} has no {what}", UNITE_HINT)
     named = [(model.name, tokens) for model, tokens in zip(models, others, strict=True)]
     if owner:
         own = [vocabulary, *others][inputs.index(owner)]
@@ -244,7 +238,6 @@ class Arrangement:
         )
 
     def _average(self, start: int, count: int, real: str) -> Values:
-        """Rows of tokens that the base lacks."""
         made = np.zeros(count, FORMATS[real].real)
         for row in range(start // self.width, -(-(start + count) // self.width)):
             first = max(start, row * self.width)

@@ -85,7 +85,6 @@ class Source:
 
     @classmethod
     def join(cls, model: Source, adapter: Source) -> Self:
-        """A model with an adapter on top."""
         return cls(f"{model.name}+{adapter.name}", model.path, joined=(model, adapter))
 
     @classmethod
@@ -110,7 +109,6 @@ class Source:
 
     @classmethod
     def stack(cls, slices: Sequence[Slice]) -> Self:
-        """What is made of layers of models, one after the other."""
         name = " + ".join(map(str, slices[:LISTED]))
         more = f" + {len(slices) - LISTED} more" if len(slices) > LISTED else ""
         return cls(name + more, slices[0].source.path, slices=tuple(slices))
@@ -165,7 +163,6 @@ class Slice:
         return cls(source, *numbers)
 
     def as_table(self, name: str) -> dict[str, Any]:
-        """name: what to call its model."""
         return {"model": name, "layers": [self.start, self.stop]}
 
     def __str__(self) -> str:
@@ -191,7 +188,6 @@ def list_last_parts(name: object) -> list[tuple[str, ...]]:
 
 
 def is_template(text: str) -> bool:
-    """Whether a text is a chat template, and not the path of one."""
     return "{{" in text or "{%" in text
 
 
@@ -208,7 +204,6 @@ def recorded_name(source: Source) -> str:
 
 
 def path_hint(source: Source) -> str:
-    """Relative paths are the usual cause of a missing file."""
     return (
         f"looked for {str(source.path.absolute())!r}; only paths in TOML are relative to their file"
     )

@@ -15,11 +15,10 @@ from typing import Any, Final
 from darelib.config import LAYER, count_layers
 from darelib.core.text import DareError, count_of
 from darelib.kernels import Kernel, KernelSpec
-from darelib.models.checkpoint import Checkpoint
-from darelib.models.differences import compare_configs
-from darelib.models.directories import CONFIG_FILE, part_name
+from darelib.models.checkpoint import Checkpoint, compare_configs
+from darelib.models.directories import CONFIG_FILE
 from darelib.models.source import Source
-from darelib.models.tensorfile import MAX_TENSORS, read_json
+from darelib.models.tensorfile import MAX_TENSORS
 from darelib.models.tensors import TensorInfo
 
 # Tensors outside the layers that come before them; all others come after.
@@ -34,8 +33,6 @@ FITTING: Final = re.compile(r"(text_config\.)?(model_type|hidden_size|n_embd|d_m
 
 @dataclass(frozen=True)
 class Part:
-    """A model that layers are taken of."""
-
     model: Checkpoint
     files: int  # how many files of others come before its own
     kind: str  # what is before the number of a layer in a name
@@ -61,10 +58,7 @@ class Part:
 
     @cached_property
     def tables(self) -> list[dict[str, Any]]:
-        """Its whole configuration, and that of its text model."""
-        path = (self.model.folder or self.model.files[0].path.parent) / CONFIG_FILE
-        table = read_json(path, part_name(self.model.source, path)) if path.is_file() else {}
-        return [each for each in (table, table.get("text_config")) if isinstance(each, dict)]
+        return self.model.read_tables()
 
     def find_entry(self, key: str, layer: int) -> Any:
         """What its configuration says of one of its layers."""
@@ -123,10 +117,6 @@ class Stack(Checkpoint):
     def read_bytes(self, view: memoryview, info: TensorInfo, start: int) -> None:
         part = [part for part in self._own.values() if part.files <= info.file][-1]
         part.model.read_bytes(view, replace(info, file=info.file - part.files), start)
-
-    def check_unchanged(self) -> None:
-        for model in self.parts:
-            model.check_unchanged()
 
     @property
     def stored(self) -> list[TensorInfo]:
@@ -213,6 +203,5 @@ def hide_counts(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def put_layer(place: int, name: str) -> str:
-    """The same tensor in another layer."""
     match = LAYER.match(name)
     return f"{match[1] or ''}{place}{name[match.end(2) :]}" if match else name

@@ -57,9 +57,8 @@ def find_base(adapters: Sequence[Source]) -> Source:
 def _read_name(adapter: Source) -> str:
     """What an adapter calls its base; on the Hub, with the revision that it names."""
     path = download(adapter, [ADAPTER_CONFIG]).path
-    if path.name in (ADAPTER_FILE, ADAPTER_CONFIG):
-        path = path.parent
-    config = path / ADAPTER_CONFIG
+    is_file = path.name in (ADAPTER_FILE, ADAPTER_CONFIG)
+    config = (path.parent if is_file else path) / ADAPTER_CONFIG
     table = read_json(config, str(config)) if os.path.isfile(config) else {}
     stated = table.get(STATED_KEY)
     if not is_name(stated):

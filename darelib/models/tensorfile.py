@@ -58,7 +58,6 @@ SEEK_LOCK: Final = threading.Lock()
 
 
 def explain_os_error(error: OSError, name: str, hint: str = "check its permissions") -> DareError:
-    """What to tell a person about a file that cannot be read."""
     hints = {
         errno.EACCES: "check its permissions, and those of the directories above it",
         errno.EINVAL: "give a .safetensors file or a model directory",
@@ -120,7 +119,6 @@ def read_at(descriptor: int, view: memoryview, offset: int) -> int:
 
 
 def convert_hint(path: Path) -> str:
-    """The command that converts a pickle, or a directory of them."""
     name = path.as_posix()
     stem = f"{name}/model" if path.is_dir() else name.removesuffix(path.suffix)
     new = f"{stem}.safetensors"
@@ -202,14 +200,10 @@ class TensorFile:
             raise InputChanged(f"{self.name!r} became shorter while it was read", CHANGED_HINT)
 
     def check_unchanged(self) -> None:
-        """Raise InputChanged if the file is not what it was when it was opened."""
-        try:
+        now = []
+        with suppress(OSError):  # it is gone
             now = [os.fstat(self._file.fileno()), self.path.stat()]
-        except OSError:
-            raise InputChanged(
-                f"{self.name!r} vanished while it was merged", CHANGED_HINT
-            ) from None
-        if any(IDENTITY(status) != IDENTITY(self.status) for status in now):
+        if [*map(IDENTITY, now)] != [IDENTITY(self.status)] * 2:
             raise InputChanged(f"{self.name!r} changed while it was merged", CHANGED_HINT)
 
     def close(self) -> None:
@@ -287,7 +281,6 @@ def _parse_count(text: str) -> int | float:
 
 
 def _check_entry(dtype: Any, shape: Any, data_offsets: Any) -> tuple[tuple[int, ...], int]:
-    """The shape of a tensor, and where it begins."""
     if not (isinstance(dtype, str) and isinstance(shape, list) and isinstance(data_offsets, list)):
         raise ValueError(NO_ENTRY)
     numbers = (*shape, *data_offsets)

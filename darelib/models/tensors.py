@@ -119,6 +119,13 @@ class TensorInfo:
     is_delta: bool = False  # its values are changes to the base already, and not the changed tensor
     encoding: Encoding = PLAIN
     folder: str = ""  # of a module that is stored apart: its name starts with that
+    # Of one that was thinned before, and packed: by which rate, which share of its changes that
+    # left, what it was thinned against (where its mask drops, it has the values of this), and what
+    # its mask is drawn by.
+    drop_rate: float = 0.0
+    share: float = 1.0
+    base: TensorInfo | None = None
+    mask_name: str | None = None
 
     @property
     def count(self) -> int:
@@ -126,7 +133,6 @@ class TensorInfo:
 
     @property
     def width(self) -> int:
-        """Elements of a row, along the last dimension."""
         return self.shape[-1] if self.shape else 1
 
     @property
@@ -135,33 +141,12 @@ class TensorInfo:
 
     @property
     def stored_bytes(self) -> int:
-        """What must be read for it."""
         return self.encoding.stored_bytes(self)
-
-    @property
-    def share(self) -> float:
-        """Of its changes, which share is known: all, unless they were thinned before."""
-        return 1.0
-
-    @property
-    def drop_rate(self) -> float:
-        """By which it was thinned before."""
-        return 0.0
 
     @property
     def added_rank(self) -> int:
         """Of a change that is a product of two thin matrices: their rank; else 0."""
         return 0
-
-    @property
-    def base(self) -> TensorInfo | None:
-        """What it was thinned against: where its mask drops, it has the values of this."""
-        return None
-
-    @property
-    def mask_name(self) -> str | None:
-        """What its mask is drawn by, if that was decided before."""
-        return None
 
     def place_of(self, element: int) -> list[int]:
         """The indices of an element, of any number of dimensions: NumPy knows 64."""
@@ -185,6 +170,8 @@ class Described:
     # Of the base's tensors: those that it need not have, since it is only a part of such a model.
     outside: frozenset[str] = frozenset()
     warnings: tuple[str, ...] = ()
+    # What is known of the configuration of the model that an adapter was trained on.
+    base_config: Mapping[str, Any] = MappingProxyType({})
     # How the names of its files begin, by folder: "" is its own, all others are a pipeline's.
     stems: Mapping[str, str] = MappingProxyType({})
 
@@ -195,12 +182,6 @@ class Described:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """What is known of its configuration."""
-        return {}
-
-    @cached_property
-    def base_config(self) -> dict[str, Any]:
-        """What is known of that of the model that an adapter was trained on."""
         return {}
 
     def find_twins(self, name: str) -> tuple[str, ...]:

@@ -58,14 +58,11 @@ def digest_tokenizer(folder: Path | None) -> str | None:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens of one model."""
-
     trained: Mapping[str, int]  # what its tokenizer was trained to have
     added: tuple[dict[str, Any], ...]  # what was added to it later, as tokenizer.json has it
 
     @cached_property
     def numbers(self) -> dict[str, int]:
-        """All tokens with their numbers."""
         return dict(self.trained) | {entry["content"]: entry["id"] for entry in self.added}
 
     @property
@@ -106,7 +103,6 @@ def read_vocabulary(folder: Path | None, name: str) -> Vocabulary | None:
 
 
 def have_same_tokenizer(base: Path | None, model: Path | None) -> bool:
-    """Whether two model directories have the very same tokenizer.json."""
     if base is None or model is None or base == model:
         return base == model
     mine = base / TOKENIZER_FILE
@@ -118,9 +114,7 @@ def describe_differences(
     base: Path | None, model: Path | None, base_name: str, name: str
 ) -> list[str]:
     """How the tokens of a model directory differ from the base's, in words; none: they do not."""
-    if base is None or model is None:
-        return []
-    if have_same_tokenizer(base, model):
+    if base is None or model is None or have_same_tokenizer(base, model):
         return []
     if (base / TOKENIZER_FILE).exists() and (model / TOKENIZER_FILE).exists():
         mine = read_vocabulary(base, base_name)

@@ -12,8 +12,12 @@ from darelib.core.formats import FORMATS, is_counted
 from darelib.core.mask import keep_threshold
 from darelib.core.methods import LINEAR, METHODS
 from darelib.core.text import DareError, count_of, list_names
-from darelib.models.checkpoint import QUANTISE_HINT, module_of, quantised_modules
-from darelib.models.differences import compare_configs
+from darelib.models.checkpoint import (
+    QUANTISE_HINT,
+    compare_configs,
+    module_of,
+    quantised_modules,
+)
 from darelib.models.fp8 import UNREAD_HINTS
 from darelib.models.tensors import Described, TensorInfo
 from darelib.plan.buffers import AVERAGED, COPIED
@@ -21,6 +25,15 @@ from darelib.plan.tensors import TensorPlan
 
 # A longer row would take more memory than all else.
 MAX_RANKED: Final = 1 << 20
+# What to do about tensors of other shapes: where only the number of rows differs, and elsewhere.
+ROWS_HINT: Final = (
+    "for added tokens, --tokenizer union keeps them, --mismatch overlap merges the rows that both "
+    "have, --mismatch base keeps the base's tensor; otherwise check that this is the right base"
+)
+WIDTH_HINT: Final = (
+    "check that this is the right base; if it is (an inpainting model has more input channels), "
+    "--mismatch base keeps the base's tensor and merges the others"
+)
 
 
 class Refusals:
@@ -56,34 +69,21 @@ class Refusals:
         """Refuse tensors of different shapes, unless the user has said what to do with them and
         that can be done.
         """
-        if info.shape == theirs.shape:
-            return
         by_rows = len(info.shape) == len(theirs.shape) > 0 and info.shape[1:] == theirs.shape[1:]
-        if self.config.mismatch == "base" or (self.config.mismatch == "overlap" and by_rows):
-            return
-        message = (
-            f"tensor {name!r} is {list(info.shape)} in {self.base.name!r} and {list(theirs.shape)} "
-            f"in {model.name!r}"
+        is_allowed = self.config.mismatch == "base" or (
+            self.config.mismatch == "overlap" and by_rows
         )
-        if self.config.mismatch == "overlap":
-            raise DareError(
-                f"{message}: more than the number of rows differs",
-                "--mismatch base keeps the base's tensor",
-            )
+        if info.shape == theirs.shape or is_allowed:
+            return
+        hint = WIDTH_HINT
         if model.partial:
-            raise DareError(message, "give the model that the adapter was trained on")
-        if not by_rows:
-            raise DareError(
-                message,
-                "check that this is the right base; if it is (an inpainting model has more input "
-                "channels), --mismatch base keeps the base's tensor and merges the others",
-            )
-        more = theirs.shape[0] - info.shape[0]
+            hint = "give the model that the adapter was trained on"
+        elif by_rows:
+            hint = ROWS_HINT
         raise DareError(
-            f"{message}, {count_of(abs(more), 'row')} {'more' if more > 0 else 'fewer'}",
-            "for added tokens, --tokenizer union keeps them, --mismatch overlap merges the rows "
-            "that both have, --mismatch base keeps the base's tensor; otherwise check that this is "
-            "the right base",
+            f"tensor {name!r} is {list(info.shape)} in {self.base.name!r} and {list(theirs.shape)} "
+            f"in {model.name!r}",
+            hint,
         )
 
     def check_types(
@@ -116,18 +116,18 @@ class Refusals:
 
         Less is possible: masks nest.
         """
-        width = self.base.tensors[name].width
-        if theirs.mask_name is not None and (thinning.drop != RANDOM or thinning.restores_sum):
-            what = "rescale l1" if thinning.drop == RANDOM else f"drop {thinning.drop}"
+        needy = {
+            f"drop {thinning.drop}": thinning.drop != RANDOM,
+            "rescale l1": thinning.restores_sum,
+            f"method {method}": theirs.drop_rate and METHODS[method].sees_dropped,
+        }
+        what = next((what for what, sees_all in needy.items() if sees_all), None)
+        if what and theirs.mask_name is not None:
             raise DareError(
                 f"{model.name!r} is packed, and {what} must see all of {name!r}",
-                "give the model itself, or use drop random with another rescale",
+                "give the model itself, or use other settings",
             )
-        if theirs.mask_name is not None and theirs.drop_rate and METHODS[method].sees_dropped:
-            raise DareError(
-                f"{model.name!r} is packed, and {method} must see all of {name!r}",
-                "give the model itself, or use another method",
-            )
+        width = self.base.tensors[name].width
         if thinning.scheme.thresholds and theirs.count and width > MAX_RANKED:
             raise DareError(
                 f"drop {thinning.drop} ranks the entries of a row, and those of {name!r} have "
@@ -157,30 +157,19 @@ class Refusals:
             mine = self.base.tensors.get(name)
             if (mine or info).folder in kept:
                 continue
+            first, second, stored = (model, self.base, info)
+            is_odd = module_of(name) in quantised and not name.endswith("bias")
             if self.is_quantised(name):
-                if mine is None or (mine.dtype, mine.shape) != (info.dtype, info.shape):
-                    raise DareError(
-                        f"{self.base.name!r} is quantised, and {model.name!r} is not in the same "
-                        f"way: see {name!r}",
-                        UNREAD_HINTS.get(mine.dtype, QUANTISE_HINT) if mine else QUANTISE_HINT,
-                    )
-            elif module_of(name) in quantised and not name.endswith("bias"):
-                weight = self.base.tensors.get(f"{module_of(name)}.weight")
-                if weight is not None and weight.encoding.hint:
-                    raise DareError(
-                        f"{name!r} of {model.name!r} is quantised in a way that is not read",
-                        weight.encoding.hint,
-                    )
+                first, second, stored = (self.base, model, mine or info)
+                is_odd = mine is None or (mine.dtype, mine.shape) != (info.dtype, info.shape)
+            if is_odd:
+                weight = self.base.tensors.get(f"{module_of(name)}.weight", stored)
+                hint = weight.encoding.hint or UNREAD_HINTS.get(stored.dtype, QUANTISE_HINT)
                 raise DareError(
-                    f"{model.name!r} is quantised, and {self.base.name!r} is not: see {name!r}",
-                    UNREAD_HINTS.get(info.dtype, QUANTISE_HINT),
+                    f"{first.name!r} is quantised, and {second.name!r} is not in the same way: "
+                    f"see {name!r}",
+                    hint,
                 )
-
-    def refuse_scale(self, name: str) -> None:
-        raise DareError(
-            f"tensor {name!r} of {self.base.name!r} is quantised, so it cannot be scaled",
-            "leave its scale out, or scale the model before it is quantised",
-        )
 
     def check_plain(self) -> None:
         """Refuse to write half of a quantised model in another type: it would be neither one nor

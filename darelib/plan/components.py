@@ -94,12 +94,10 @@ def is_changed(folder: str, base: Described, model: Described) -> bool:
 
 
 def differ(samples: Sequence[NDArray[Any]], dtypes: Collection[str]) -> bool:
-    """Whether values differ by more than the rounding from one type to the other, if not one."""
     import numpy as np
 
     mine, theirs = samples
     if len(dtypes) == 1:
-        return bool((mine != theirs).any())
-    with np.errstate(all="ignore"):  # what the narrower type does not hold
-        slack = max(STEPS[dtype] for dtype in dtypes) * np.maximum(abs(mine), abs(theirs))
-        return bool((abs(mine - theirs) > slack + SMALLEST).any())
+        return not np.array_equal(mine, theirs)
+    step = max(STEPS[dtype] for dtype in dtypes)
+    return not np.allclose(mine, theirs, rtol=step, atol=SMALLEST)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from darelib.config import Chooser, DareConfig
 from darelib.core.formats import DTYPES, FORMATS
 from darelib.core.methods import METHODS, average_only
-from darelib.core.text import LISTED
+from darelib.core.text import LISTED, DareError
 from darelib.models.checkpoint import EMBEDDINGS, HEADS, ties_embeddings
 from darelib.models.tensors import PLAIN, Described, TensorInfo
 from darelib.plan.buffers import AVERAGED, COPIED, find_buffer
@@ -111,7 +111,10 @@ class Matcher:
         if METHODS[settings.method].keeps_base(settings):
             merged &= dtype != info.dtype or info.encoding is not PLAIN
         elif quantised and not self.models:
-            self._refusals.refuse_scale(name)
+            raise DareError(
+                f"tensor {name!r} of {self.base.name!r} is quantised, so it cannot be scaled",
+                "leave its scale out, or scale the model before it is quantised",
+            )
         for (i, theirs, _), mask_name in zip(finetuned, mask_names, strict=True):
             model = self.models[i]
             self._refusals.check_mask(name, theirs, mask_name, model)

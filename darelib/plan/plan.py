@@ -85,7 +85,6 @@ class MergePlan:
 
     @cached_property
     def changed(self) -> tuple[TensorPlan, ...]:
-        """The weights that some model changes."""
         own = [t for t in self.tensors if t.merged and not t.buffer]
         return tuple(t for t in own if t.base.count and t.finetuned)
 
@@ -102,7 +101,6 @@ class MergePlan:
         return {t.name: t.list_passes() for t in self.tensors if self.passes[t.name]}
 
     def specs(self) -> set[KernelSpec]:
-        """The kernels that merge, and those that rank what is merged."""
         merged = [tensor for tensor in self.tensors if tensor.merged and tensor.base.count]
         return {spec for tensor in merged for spec in (tensor.spec, tensor.rank_spec) if spec}
 

@@ -47,11 +47,9 @@ class TensorPlan:
         return [i for i, _ in self.finetuned]
 
     def move(self, file: int) -> Self:
-        """The same in another file of the output."""
         return self.place({name: replace(info, file=file) for name, info in self.outputs.items()})
 
     def place(self, places: Mapping[str, TensorInfo]) -> Self:
-        """The same, with its outputs at these places."""
         return replace(self, outputs={name: places[name] for name in self.outputs})
 
     def look_spec(self, look: Look) -> KernelSpec:
@@ -96,12 +94,10 @@ class TensorPlan:
         return find_matrices(self.mask_names[0], self.base.shape) if is_whole else None
 
     def takes_matrices(self, look_pass: int) -> bool:
-        """Whether the jobs of a pass are whole matrices."""
         look, _ = self.list_passes()[look_pass]
         return look.whole
 
     def list_passes(self) -> list[tuple[Look, int]]:
-        """The looks, and the passes of each."""
         found = Found(width=self.base.width)
         bits = FORMATS[self.spec.real].bits
         passes: list[tuple[Look, int]] = []
@@ -112,7 +108,6 @@ class TensorPlan:
 
     @property
     def rank_spec(self) -> KernelSpec | None:
-        """The kernel that ranks its entries, if a drop wants that."""
         thinnings = [self.settings.thinnings[i] for i in self.models]
         if not self.merged or not any(thinning.scheme.thresholds for thinning in thinnings):
             return None
@@ -120,7 +115,6 @@ class TensorPlan:
 
     @property
     def needs_rows(self) -> bool:
-        """Whether whole rows of it must be read at once."""
         return self.rank_spec is not None or any(look.of_rows for look in self.looks)
 
     @property
@@ -130,7 +124,6 @@ class TensorPlan:
 
     @property
     def bytes_read(self) -> int:
-        """What must be read of it, once."""
         return self.base.stored_bytes + sum(info.stored_bytes for _, info in self.finetuned)
 
 
@@ -154,8 +147,6 @@ def choose_kernel(
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A file of tensors that will be written."""
-
     name: str
     header: bytes
     size: int

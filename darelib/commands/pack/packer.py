@@ -5,7 +5,6 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final
 
@@ -84,8 +83,6 @@ EXPONENTS: Final = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F80_0000, "F64": 0x
 
 @dataclasses.dataclass(frozen=True)
 class PackReport(Report):
-    """What a packing did. Prints as a line; as_dict gives plain data."""
-
     output: str
     tensors: int
     bytes_before: int
@@ -111,10 +108,10 @@ def choose_settings(request: Request) -> DareConfig:
         )
     used = {name: value for name, value in request.dare.items() if name in SETTINGS}
     rate = used.get("drop_rate", DareConfig.drop_rate)
-    rules = [
+    rules = (
         Rule(rule.match, drop_rate=rate if rule.drop_rate is None else rule.drop_rate)
         for rule in request.rules
-    ]
+    )
     config = DareConfig(**used, rules=tuple(rules))
     config.check_models(1)
     return config
@@ -193,8 +190,8 @@ class Packer(JobWorker):
         specs = set(map(pack_spec, self._thinned))
         self._kernels = load_kernels(specs, plan.config.engine, interrupts)
         self._kept: dict[tuple[str, int], int] = {}  # entries of each chunk, by tensor and start
-        # By tensor: the entries that are kept before each chunk, and before its end.
-        self.before: dict[str, dict[int, int]] = {}
+        # The entries of a tensor that are kept before each chunk, and before its end.
+        self.before: dict[tuple[str, int], int] = {}
         self.digests: dict[tuple[str, int], int] = {}  # of the base's blocks, by tensor and start
 
     def make_buffers(self) -> Buffers:
@@ -206,9 +203,11 @@ class Packer(JobWorker):
         run_rounds(rounds, self, lambda *_: None, lambda *_: None, interrupts)
         step = min(self.plan.chunk, TUNING.job_elements)
         for tensor in self._thinned:
-            starts = range(0, tensor.length, step)
-            kept = accumulate((self._kept[tensor.name, start] for start in starts), initial=0)
-            self.before[tensor.name] = dict(zip((*starts, tensor.length), kept, strict=True))
+            before = 0
+            for start in range(0, tensor.length, step):
+                self.before[tensor.name, start] = before
+                before += self._kept[tensor.name, start]
+            self.before[tensor.name, tensor.length] = before
 
     def run(self, job: Job, buffers: Buffers, write: Write) -> Outcome | None:
         tensor = job.tensor
@@ -227,7 +226,7 @@ class Packer(JobWorker):
                 self._check_finite(tensor, start, row.view(f"u{item}"))
                 kept = self._pick(tensor, start, width, buffers)
                 row = buffers.output[: kept * item]
-                start = self.before[tensor.name][start]
+                start = self.before[tensor.name, start]
             write(tensor.output.file, row.data, first + start * item)
         return Outcome(tensor.name, job.start, job.bytes_read)
 
@@ -290,7 +289,7 @@ def place_entries(plan: FilePlan, inputs: Sequence[Checkpoint], packer: Packer) 
         output = TensorInfo(theirs.dtype, theirs.shape)
         if tensor.merged:
             blocks = (*range(0, tensor.length, COUNTED_BLOCK), tensor.length)
-            counts = [packer.before[tensor.name][place] for place in blocks]
+            counts = [packer.before[tensor.name, place] for place in blocks]
             output = TensorInfo(theirs.dtype, (counts[-1],))
             described[tensor.name] = {
                 "shape": list(theirs.shape),
@@ -315,13 +314,12 @@ def place_entries(plan: FilePlan, inputs: Sequence[Checkpoint], packer: Packer) 
     name = PACKED_FILE if plan.output.directory else plan.output.path.name
     tensors, files = assign_offsets(kept, sys.maxsize, metadata, name)
     side = make_side_files(plan, inputs, files[0]) if plan.output.directory else {}
-    copied = [name for name, content in side.items() if isinstance(content, Path)]
     return dataclasses.replace(
         plan,
         tensors=tuple(tensors),
         files=tuple(files),
         side=side,
-        digests={name: digest_of(side[name]) for name in copied},
+        digests={name: digest_of(own) for name, own in side.items() if isinstance(own, Path)},
     )
 
 

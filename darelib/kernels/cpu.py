@@ -231,6 +231,8 @@ def unpack_chunk(
     values = carray(values_at, (1, count), finetuned_raw)[0]
     model = carray(models_at, (1,), MODEL)[0]
     bits = carray(scratch_at, (1, TILE), np.uint16)[0]
+    flags = carray(scratch_at, (3, TILE), np.uint8)[2]  # behind the bits
+    words = carray(scratch_at, (3, TILE // 8), np.uint64)[2]
     limit = np.uint16(model.limit)
     kept: Any = np.int64(0)
     for start in range(0, count, TILE):
@@ -239,7 +241,7 @@ def unpack_chunk(
         given = base[start : start + TILE]
         for j in range(len(part)):
             part[j] = given[j]
-        kept += scatter(entries[min(kept, available) :], bits, limit, part)
+        kept += scatter(entries[min(kept, available) :], bits, limit, flags, words, part)
     model.kept = kept
 
 

@@ -274,7 +274,7 @@ def bind(spec: KernelSpec, function: Function) -> Kernel:
         model = np.zeros(1, MODEL)
         model["key_0"], model["key_1"] = key
         model["limit"] = threshold - 1
-        bits = np.empty(TILE, np.uint16)
+        bits = np.empty((2, TILE), np.uint16)
         addresses = [array.ctypes.data for array in (base, entries, values, model)]
         addresses += [0, bits.ctypes.data, 0, 0, 0]
         function(*addresses, len(values), len(entries), 1, first_tile)

@@ -157,14 +157,7 @@ def pick(bits: Any, limit: Any, picked: Any) -> Any:  # compiled
     return found
 
 
-# Instructions that Python has no words for.
-intrinsic: Callable[[Callable[..., Any]], Any] = importlib.import_module(
-    "numba.extending"
-).intrinsic
-
-
-@intrinsic
-def find_first_bit(_: Any, word: Any) -> Any:
+def count_zeros(_: Any, word: Any) -> Any:
     """The zeros below the lowest bit of a word, which must have one: an instruction."""
 
     def generate(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
@@ -173,43 +166,31 @@ def find_first_bit(_: Any, word: Any) -> Any:
     return word(word), generate
 
 
-@intrinsic
-def count_bits(_: Any, word: Any) -> Any:
-    def generate(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
-        return builder.ctpop(arguments[0])
-
-    return word(word), generate
-
-
-@intrinsic
-def compare_64(_: Any, bits: Any, first: Any, limit: Any) -> Any:
-    """Which of 64 numbers of an array are no larger than a limit, as the bits of a word."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array = context.make_array(signature.args[0])(context, builder, arguments[0])
-        number = ir.IntType(16)
-        numbers = ir.VectorType(number, 64)
-        place = builder.gep(array.data, [arguments[1]], source_etype=number)
-        given = builder.load(place, typ=numbers, align=2)
-        empty = ir.Constant(numbers, ir.Undefined)
-        one = builder.insert_element(empty, arguments[2], ir.Constant(ir.IntType(32), 0))
-        everywhere = ir.Constant(ir.VectorType(ir.IntType(32), 64), None)
-        limits = builder.shuffle_vector(one, empty, everywhere)
-        return builder.bitcast(builder.icmp_unsigned("<=", given, limits), ir.IntType(64))
-
-    return numba.types.uint64(bits, first, limit), generate
+find_first_bit = importlib.import_module("numba.extending").intrinsic(count_zeros)
 
 
 @inline
-def scatter(entries: Any, bits: Any, limit: Any, values: Any) -> Any:  # compiled
-    """Put entries where a mask keeps them, as far as there are any. Gives how many it keeps."""
-    kept = np.uint64(0)
+def scatter(
+    entries: Any, bits: Any, limit: Any, flags: Any, words: Any, values: Any
+) -> Any:  # compiled
+    """Put entries where a mask keeps them, as far as there are any. Gives how many it keeps.
+
+    flags: room for a byte for each value of the tile; words: the same as 64-bit words.
+    """
+    for j in range(TILE):
+        flags[j] = np.uint8(bits[j] <= limit)
+    for j in range(len(values), TILE):
+        flags[j] = 0
+    kept = np.uint16(0)
+    for j in range(TILE):
+        kept = np.uint16(kept + np.uint16(flags[j]))
     done = np.uint64(0)
-    for first in range(np.uint64(0), np.uint64(len(values)), np.uint64(64)):
-        mask = compare_64(bits, first, limit)
-        if first + np.uint64(64) > np.uint64(len(values)):
-            mask &= (np.uint64(1) << (np.uint64(len(values)) - first)) - np.uint64(1)
-        kept += count_bits(mask)
+    for first in range(np.uint64(0), np.uint64(TILE), np.uint64(64)):
+        mask = np.uint64(0)
+        for byte in range(np.uint64(8)):
+            # Eight flags become eight bits: each is multiplied to its place in the highest byte.
+            flagged = words[first // np.uint64(8) + byte] * np.uint64(0x0102040810204080)
+            mask |= (flagged >> np.uint64(56)) << (np.uint64(8) * byte)
         while mask and done < np.uint64(len(entries)):
             values[first + find_first_bit(mask)] = entries[done]
             done += np.uint64(1)

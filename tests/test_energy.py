@@ -120,18 +120,3 @@ def test_what_a_low_rank_keeps_of_an_adapter_comes_from_its_factors(
     run(*words)
     [line] = re.findall(r"^kept at rank.*\nadapter +(.*)$", capsys.readouterr().out, re.MULTILINE)
     assert line.split() == [f"{share:.0%}" for share in model["energy"].values()]
-
-
-@pytest.mark.slow
-def test_what_a_low_rank_keeps_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    panels = []
-    for shape in ((64, 63), (64, 64)):
-        base = random_model(1, F32, {"layers.0.mlp.weight": shape})
-        paths = save(tmp_path, base=base, model=change(base, 8, 0.0))
-        words = ["analyze", "-b", paths[0], "-m", paths[0], paths[1], "--engine", "plain", "-q"]
-        run(*words, "--plot", tmp_path / f"{shape[1]}.svg")
-        drawn = (tmp_path / f"{shape[1]}.svg").read_text()
-        panels.append((len(re.findall(r'id="axes_\d+"', drawn)), "a low rank would keep" in drawn))
-    (before, _), (after, _) = panels
-    assert (after - before, [has for _, has in panels]) == (1, [False, True])

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -174,33 +174,29 @@ def test_a_gpu_divides_as_the_cpu_does_down_to_the_smallest_numbers(count: int) 
     )
 
 
-@on_gpu
-def test_on_a_gpu_tensors_of_all_kinds_are_merged_together() -> None:
+def make_mixture(device: str) -> tuple[Tensors, list[Tensors]]:
     """Odd sizes and addresses, other types, views, tensors that some models lack, that are tied, or
     on the CPU."""
-    base, *models = make_models(3, BF16)
+    base, *models = (
+        {name: tensor.to(device) for name, tensor in model.items()}
+        for model in make_models(3, BF16)
+    )
     for model in (base, *models):
         model["odd"] = model["even.weight"].reshape(-1)[1:3001]
         model["turned"] = model["even.weight"].T
         model["tied"] = model["even.weight"]
     models[0]["layer.weight"] = models[0]["layer.weight"].float()
+    models[1]["layer.weight"] = models[1]["layer.weight"].cpu()
     del models[1]["scalar"], models[2]["odd"]
-    there = [{name: tensor.cuda() for name, tensor in model.items()} for model in (base, *models)]
-    for model in there:
-        model["odd"] = (
-            model["even.weight"].reshape(-1)[1:3001]
-            if "odd" in model
-            else model["tied"].reshape(-1)[1:3001]
-        )
-        model["tied"] = model["even.weight"]
-        model["turned"] = model["even.weight"].T
-    del there[3]["odd"]
-    there[2]["layer.weight"] = there[2]["layer.weight"].cpu()
-    for settings in ({}, {"method": "ties", "keep_ratio": 0.5, "drop_rate": 0.2}):
-        wanted = dare_merge(base, models, DareConfig(**settings))
-        merged = dare_merge(there[0], there[1:], DareConfig(**settings))
-        assert_same({name: tensor.cpu() for name, tensor in merged.items()}, wanted)
-        assert merged["tied"] is merged["even.weight"]
+    return base, models
+
+
+@on_gpu
+@pytest.mark.parametrize("settings", [{}, {"method": "ties", "keep_ratio": 0.5, "drop_rate": 0.2}])
+def test_on_a_gpu_tensors_of_all_kinds_are_merged_together(settings: dict[str, Any]) -> None:
+    merged = dare_merge(*make_mixture("cuda"), DareConfig(**settings))
+    assert_same(to_cpu(merged), dare_merge(*make_mixture("cpu"), DareConfig(**settings)))
+    assert merged["tied"] is merged["even.weight"]
 
 
 @on_gpu
@@ -307,37 +303,21 @@ QUANTISED = {
 }
 
 
-class Merge(NamedTuple):
-    """What came of a merge, with the models called base, 0 and 1."""
-
-    tensors: Tensors
-    warnings: list[str]
-    error: DareError | None
-
-
-def name_models(text: str, folder: Path) -> str:
-    for name, short in ((f"{folder}/", ""), (".safetensors", ""), ("model ", "m")):
-        text = text.replace(name, short)
-    return text.replace("the base", "base")
-
-
 def run(
     where: str, folder: Path, caplog: Any, base: Tensors, models: list[Tensors], config: Any
-) -> Merge:
-    tensors: Tensors = {}
-    error = None
-    try:
-        if where == "memory":
-            tensors = dare.dare_merge(base, models, DareConfig(**config))
-        else:
-            paths = save(folder, base=base, **{f"m{i}": m for i, m in enumerate(models)})
-            out = folder / "out.safetensors"
-            dare.DareMerger(paths[0], paths[1:], DareConfig(**config)).merge(out)
-            tensors = load_file(out)
-    except DareError as caught:
-        error = caught
-    lines = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    return Merge(tensors, [name_models(line, folder) for line in lines], error)
+) -> tuple[Tensors, list[str]]:
+    """The merged tensors, and the warnings, in which the models are called base, m0 and m1."""
+    if where == "memory":
+        tensors = dare.dare_merge(base, models, DareConfig(**config))
+    else:
+        paths = save(folder, base=base, **{f"m{i}": m for i, m in enumerate(models)})
+        out = folder / "out.safetensors"
+        dare.DareMerger(paths[0], paths[1:], DareConfig(**config)).merge(out)
+        tensors = load_file(out)
+    text = "\n".join(r.getMessage() for r in caplog.records if r.levelno == logging.WARNING)
+    for name, short in ((f"{folder}/", ""), (".safetensors", ""), ("model ", "m")):
+        text = text.replace(name, short)
+    return tensors, text.replace("the base", "base").splitlines()
 
 
 REFUSED: dict[str, tuple[Tensors, list[Tensors], dict[str, Any], list[str]]] = {
@@ -404,10 +384,10 @@ def test_what_cannot_be_merged_is_refused(
     where: str, case: str, tmp_path: Path, caplog: Any
 ) -> None:
     base, models, config, names = REFUSED[case]
-    merge = run(where, tmp_path, caplog, base, models, config)
-    assert merge.error is not None
-    assert merge.error.hint
-    assert [name for name in names if name not in str(merge.error)] == []
+    with pytest.raises(DareError) as caught:
+        run(where, tmp_path, caplog, base, models, config)
+    assert caught.value.hint
+    assert [name for name in names if name not in str(caught.value)] == []
     assert not (tmp_path / "out.safetensors").exists()
 
 
@@ -438,21 +418,20 @@ WARNED: dict[str, tuple[Tensors, list[Tensors], dict[str, Any], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("where", ["files", "memory"])
 @pytest.mark.parametrize("case", WARNED)
 def test_what_a_user_should_know_is_said_and_the_tensors_are_the_same(
-    where: str, case: str, tmp_path: Path, caplog: Any
+    case: str, tmp_path: Path, caplog: Any
 ) -> None:
     base, models, config, names = WARNED[case]
-    merge = run(where, tmp_path, caplog, base, models, config | {"delta_threshold": 10.0})
-    assert merge.error is None
-    said = " ".join(merge.warnings)
+    settings = config | {"delta_threshold": 10.0}
+    tensors, warnings = run("memory", tmp_path, caplog, base, models, settings)
+    said = " ".join(warnings)
     assert [name for name in names if name not in said] == []
     assert bool(names) == bool(said)
     caplog.clear()
-    other = run("files", tmp_path, caplog, base, models, config | {"delta_threshold": 10.0})
-    assert_same(merge.tensors, other.tensors)
-    assert merge.warnings == other.warnings
+    others, other_warnings = run("files", tmp_path, caplog, base, models, settings)
+    assert_same(tensors, others)
+    assert warnings == other_warnings
 
 
 @pytest.mark.parametrize(("given", "words"), [([BASE], "itself"), ([TUNED] * 2, "more than once")])

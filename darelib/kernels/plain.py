@@ -414,17 +414,13 @@ def merge_whole(
     settings: TensorSettings, thinned: Mapping[int, Array], matrices: Matrices | None
 ) -> Array:
     """The merged delta of a tensor, flat. thinned: by number, the deltas of models that have it."""
-    count, rows, columns = matrices or (1, 1, 1)
-    deltas = [
-        thinned[i] if i in thinned else np.zeros(count * rows * columns)
-        for i in range(len(settings.weights))
-    ]
-    shaped = [delta.reshape(count, rows, columns) for delta in deltas]
+    shape = matrices or (1, 1, 1)
+    none = np.zeros(shape)
+    models = range(len(settings.weights))
+    shaped = [thinned[i].reshape(shape) if i in thinned else none for i in models]
     merged = [
-        merge_matrices(
-            [delta[k] for delta in shaped], settings.weights, settings.ridge, settings.norm_limit
-        )
-        for k in range(count)
+        merge_matrices(list(deltas), settings.weights, settings.ridge, settings.norm_limit)
+        for deltas in zip(*shaped, strict=True)
     ]
     return np.concatenate(merged).reshape(-1)
 

@@ -18,7 +18,8 @@ from darelib.core.mask import mask_key
 from darelib.core.methods import LINEAR, METHODS
 from darelib.core.settings import TensorSettings
 from darelib.core.text import LOG, ConfigError, DareError
-from darelib.kernels.tensors import Solutions, TensorMerge, explain_broken
+from darelib.kernels.plain import draw_bits
+from darelib.kernels.tensors import Draw, Solutions, TensorMerge, explain_broken
 from darelib.models.memory import STATE_DICT_HINT, StateDict, check_state_dict
 from darelib.plan.buffers import find_buffer
 from darelib.plan.plan import MergePlan, plan_merge
@@ -263,8 +264,9 @@ class StateMerge:
             i: mask_key(self.plan.merge.seeds[i], name)
             for i, name in zip(tensor.models, tensor.mask_names, strict=True)
         }
-        draws = self.gpu and self.gpu.can_merge_on(mine.device)
-        draw = partial(self.gpu.draw_bits, device=mine.device) if draws else None
+        draw: Draw = partial(draw_bits, arange=partial(torch.arange, device=mine.device))
+        if self.gpu and self.gpu.can_merge_on(mine.device):
+            draw = partial(self.gpu.draw_bits, device=mine.device)
         merge = TensorMerge(
             tensor.name,
             tensor.settings,

@@ -401,7 +401,7 @@ def test_it_is_resumed_verified_and_merged_again(tmp_path: Path, monkeypatch: Pa
     base, models, _ = make_inputs(tmp_path)
     how: dict[str, Any] = {"drop_rate": 0.0, "adapter_rank": 4, "threads": 1, "dtype": "bf16"}
     report = run_merge(base, models, tmp_path / "whole", **how)
-    from darelib.run.adapters import AdapterWorker
+    from darelib.run.matrices import AdapterWorker
 
     made = AdapterWorker.factorise
     calls: list[str] = []
@@ -464,7 +464,7 @@ def test_ranks_by_energy_are_listed_in_the_same_order_whichever_thread_is_first(
     tmp_path: Path, monkeypatch: Patch
 ) -> None:
     base, [_, _, tuned], _ = make_inputs(tmp_path)
-    from darelib.run.adapters import RankFinder
+    from darelib.run.matrices import RankFinder
 
     found = RankFinder.factorise
 

@@ -7,8 +7,7 @@ from darelib.core.tuning import TUNING
 from darelib.kernels.records import Buffers
 from darelib.models.checkpoint import Checkpoint
 from darelib.output.prepare import FilePlan
-from darelib.run.adapters import estimate_factors
-from darelib.run.matrices import estimate_matrices
+from darelib.run.matrices import estimate_factors, estimate_matrices
 
 # What a merge holds besides its buffers, as measured: the process with all that it has loaded, and
 # what is known of each tensor of each model.

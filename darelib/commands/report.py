@@ -24,8 +24,7 @@ from darelib.output.adapter import AdapterPlan, is_share
 from darelib.output.destination import Replaced
 from darelib.output.prepare import FilePlan
 from darelib.plan.tensors import TensorPlan
-from darelib.run.adapters import RankFinder, open_worker
-from darelib.run.matrices import estimate_solving
+from darelib.run.matrices import RankFinder, estimate_solving, open_worker
 from darelib.run.outcomes import Outcome, Tally, explain_copied, sum_fields
 from darelib.run.rounds import measure_rate
 

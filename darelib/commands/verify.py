@@ -109,7 +109,7 @@ def compare_output(
     Gives the plan as it was carried out, and how many values of matrices differ by next to nothing,
     as the libraries of machines do.
     """
-    from darelib.run.adapters import open_worker, settle_ranks
+    from darelib.run.matrices import open_worker, settle_ranks
     from darelib.run.rounds import run_rounds
 
     plan = settle_ranks(plan, inputs, interrupts)

@@ -62,22 +62,39 @@ def merge_delta(delta: Any, **config: Any) -> torch.Tensor:
 # --- by hand --------------------------------------------------------------------------------------
 
 
+FIVE = [1.0, -5.0, 3.0, -2.0, 4.0]
+
+
 @pytest.mark.parametrize(
-    ("delta", "rate", "kept"),
+    ("config", "delta", "kept"),
     [
-        ([1.0, -5.0, 3.0, -2.0, 4.0], 0.5, [0, -5, 0, 0, 4]),
-        ([1.0, -5.0, 3.0, -2.0, 4.0], 0.99, [0, -5, 0, 0, 0]),  # at least one
-        ([0.0, 0.0, 0.0], 0.5, [0, 0, 0]),
-        ([7.0], 0.9, [7]),
-        ([1.0, -5.0, 3.0], 0.0, [1, -5, 3]),
+        ({"drop": "magnitude", "drop_rate": 0.5}, FIVE, [0, -5, 0, 0, 4]),
+        ({"drop": "magnitude", "drop_rate": 0.99}, FIVE, [0, -5, 0, 0, 0]),  # at least one
+        ({"drop": "magnitude", "drop_rate": 0.0}, FIVE, FIVE),
+        ({"drop": "magnitude", "drop_rate": 0.5}, [0.0, 0.0, 0.0], [0, 0, 0]),
+        ({"drop": "magnitude", "drop_rate": 0.9}, [7.0], [7]),
         # although (1 - 0.9) * 10 is a little less than 1
-        ([float(n) for n in range(10)], 0.9, [0] * 9 + [9]),
+        ({"drop": "magnitude", "drop_rate": 0.9}, [*map(float, range(10))], [0] * 9 + [9]),
         # 0.29 * 100 is a little less than 29
-        ([float(n) for n in range(100)], 0.71, [0] * 72 + list(range(72, 100))),
+        (
+            {"drop": "magnitude", "drop_rate": 0.71},
+            [*map(float, range(100))],
+            [0] * 72 + [*range(72, 100)],
+        ),
+        ({"drop": "breadcrumbs", "drop_rate": 0.6, "gamma": 0.2}, FIVE, [0, 0, 3, 0, 4]),
+        ({"drop": "breadcrumbs", "drop_rate": 0.6, "gamma": 0.4}, FIVE, [0, 0, 3, -2, 0]),
+        ({"drop": "breadcrumbs", "drop_rate": 0.6, "gamma": 0.0}, FIVE, [0, -5, 0, 0, 4]),
+        # fewer of the largest are dropped than gamma says
+        ({"drop": "breadcrumbs", "drop_rate": 0.2, "gamma": 0.6}, FIVE, [1, 0, 3, -2, 4]),
+        # a tenth of five is none
+        ({"drop": "breadcrumbs", "drop_rate": 0.9, "gamma": 0.2}, FIVE, [0, 0, 0, 0, 0]),
+        ({"drop": "breadcrumbs", "drop_rate": 0.0, "gamma": 0.4}, FIVE, FIVE),
     ],
 )
-def test_magnitude_keeps_the_largest(delta: list[float], rate: float, kept: list[float]) -> None:
-    assert merge_delta(delta, drop="magnitude", drop_rate=rate).tolist() == kept
+def test_drops_by_size_keep_the_largest_or_those_below_them(
+    config: Config, delta: list[float], kept: list[float]
+) -> None:
+    assert merge_delta(delta, **config).tolist() == kept
 
 
 @pytest.mark.parametrize(
@@ -106,24 +123,6 @@ def test_of_equal_deltas_as_many_are_kept_as_there_is_room_for(
         assert abs(found - share) < 0.03, size
         assert found == share or 0 < share < 1
     assert kept.float().mean(0).std() < 0.05  # at random, and not by position
-
-
-@pytest.mark.parametrize(
-    ("delta", "rate", "gamma", "kept"),
-    [
-        ([1.0, -5.0, 3.0, -2.0, 4.0], 0.6, 0.2, [0, 0, 3, 0, 4]),
-        ([1.0, -5.0, 3.0, -2.0, 4.0], 0.6, 0.4, [0, 0, 3, -2, 0]),
-        ([1.0, -5.0, 3.0, -2.0, 4.0], 0.6, 0.0, [0, -5, 0, 0, 4]),
-        # fewer of the largest are dropped than gamma says
-        ([1.0, -5.0, 3.0, -2.0, 4.0], 0.2, 0.6, [1, 0, 3, -2, 4]),
-        ([1.0, -5.0, 3.0, -2.0, 4.0], 0.9, 0.2, [0, 0, 0, 0, 0]),  # a tenth of five is none
-        ([1.0, -5.0, 3.0, -2.0, 4.0], 0.0, 0.4, [1, -5, 3, -2, 4]),
-    ],
-)
-def test_breadcrumbs_drops_the_largest_and_the_smallest(
-    delta: list[float], rate: float, gamma: float, kept: list[float]
-) -> None:
-    assert merge_delta(delta, drop="breadcrumbs", drop_rate=rate, gamma=gamma).tolist() == kept
 
 
 @pytest.mark.parametrize("rescale", ["expectation", "none"])

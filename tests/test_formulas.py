@@ -52,6 +52,12 @@ def stock(deltas: Vectors, **_: Any) -> Vectors:
     return n * cosine / (1 + (n - 1) * cosine) * deltas.mean(0)
 
 
+def slerp(ends: Vectors, slerp_t: float = 0.5, **_: Any) -> Vectors:
+    shares = np.array([1 - slerp_t, slerp_t])
+    is_line = abs(unit(ends[0]) @ unit(ends[1])) > 0.9995
+    return shares @ ends if is_line else arc(ends, shares)
+
+
 def arc(ends: Vectors, weights: Any = (1, 1), **_: Any) -> Vectors:
     one, other = ends
     angle = np.arccos(unit(one) @ unit(other))
@@ -142,6 +148,7 @@ def fusion(deltas: Vectors, base: np.ndarray, **_: Any) -> Vectors:
 
 
 FORMULAS: dict[str, Callable[..., Vectors]] = {
+    "slerp": slerp,
     "model_stock": stock,
     "nuslerp": arc,
     "multislerp": sphere,
@@ -157,6 +164,9 @@ SCE: Config = {"method": "sce", "keep_ratio": 0.3}
 PLUS: Config = {"method": "ramplus", "threshold": 0.01}
 FUSION: Config = {"method": "arcee_fusion"}
 CASES: list[Any] = [
+    (2, {"method": "slerp", "drop_rate": 0.5}),
+    (2, {"method": "slerp", "slerp_t": 0.3, "lambda_coeff": 0.5}),
+    (2, {"method": "slerp", "slerp_t": 1.0, "drop_rate": 0.9}),
     slow(2, {"method": "model_stock"}),
     (4, {"method": "model_stock", "drop_rate": 0.3, "lambda_coeff": 0.7}),
     (3, {"method": "model_stock", "drop": "magnitude", "drop_rate": [0.1, 0.5, 0.9]}),
@@ -171,7 +181,7 @@ CASES: list[Any] = [
     slow(3, {"method": "karcher", "max_iter": 1, "drop_rate": 0.9}),
     (3, {"method": "karcher", "origin": "base", "tol": 0.3, "drop_rate": 0.2}),
     slow(2, {"method": "karcher", "max_iter": 0}),
-    (24, {"method": "karcher"}),  # whose sums by tile take more room than a chunk's result
+    slow(24, {"method": "karcher"}),  # whose sums by tile take more room than a chunk's result
     (1, NEAR),
     (1, {**NEAR, "drop": "magnitude", "drop_rate": 0.5, "rescale": "l1", "lambda_coeff": 0.7}),
     (3, {"method": "sce"}),
@@ -187,7 +197,7 @@ MORE: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("size", [0.05, slow(0.001)], ids=["at an angle", "nearly parallel"])
+@pytest.mark.parametrize("size", [0.05, slow(0.0001), slow(0.001), slow(1.0)])
 @pytest.mark.parametrize(("count", "config"), CASES, ids=str)
 def test_each_equals_its_formula_within_rounding(
     tmp_path: Path, count: int, config: Config, size: float
@@ -203,7 +213,7 @@ def test_each_equals_its_formula_within_rounding(
         if isinstance(drops["drop_rate"], list):
             drops["drop_rate"] = drops["drop_rate"][i]
         thinned.append(define(base, [model], seed=42 + i, **drops))
-    default = "zero" if config["method"] == "karcher" else "base"
+    default = "zero" if config["method"] in ("slerp", "karcher") else "base"
     for name, tensor in merged.items():
         start = base[name].numpy().reshape(-1)
         origin = start if config.get("origin", default) == "base" else np.zeros_like(start)
@@ -299,7 +309,7 @@ def test_what_a_formula_says_nothing_of_is_merged_as_mergekit_does(
     assert merged["w"].tolist() == pytest.approx(expected, abs=2e-6)
 
 
-@pytest.mark.parametrize("method", [*FORMULAS][:4])
+@pytest.mark.parametrize("method", [*FORMULAS][:5])
 @pytest.mark.parametrize("dtype", [F32, F64])
 def test_the_largest_and_smallest_values_are_merged_or_named(
     tmp_path: Path, refused: Refusal, method: str, dtype: torch.dtype

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from dare import DareConfig, DareError, dare_merge, dare_sweep
 from darelib.kernels import matrices, plain
-from tests.conftest import Capture, Patch, Refusal
+from tests.conftest import Capture, Patch
 from tests.support import (
     BF16,
     F16,
@@ -25,9 +25,9 @@ from tests.support import (
     assert_same,
     define,
     examples,
-    finetune,
     low_rank,
     make_merger,
+    make_models,
     merge,
     merge_paths,
     random_model,
@@ -73,8 +73,7 @@ def find_error(merged: Tensors, wanted: Tensors, base: Tensors) -> float:
 
 
 def make_three(dtype: torch.dtype, shapes: dict[str, tuple[int, ...]] = SHAPES) -> list[Tensors]:
-    base = random_model(3, dtype, shapes)
-    return [base, *(finetune(base, seed, 0.01) for seed in range(3))]
+    return make_models(3, dtype, shapes, 0.01)
 
 
 @pytest.mark.parametrize("config", DROPS)
@@ -98,35 +97,21 @@ def test_files_and_tensors_are_merged_as_the_definition_says(
 def test_models_may_lack_a_matrix_or_some_of_its_rows(tmp_path: Path, engine: str) -> None:
     base, *models = make_three(F32, {"a.weight": (20, 30), "b.weight": (30, 20)})
     del models[1]["a.weight"]
+    models[0]["b.weight"][25:] = base["b.weight"][25:]
+    fewer = {**models[0], "b.weight": models[0]["b.weight"][:25].clone()}
     config = {"method": "wudi", "drop_rate": 0, "engine": engine}
-    merged = merge(tmp_path, base, *models, **config)
+    merged = merge(tmp_path, base, fewer, *models[1:], mismatch="overlap", **config)
     assert find_error(merged, define(base, models, **config), base) < 1e-6
-    models[0]["b.weight"] = models[0]["b.weight"][:25].clone()
-    whole = {**models[0], "b.weight": torch.cat([models[0]["b.weight"], base["b.weight"][25:]])}
-    merged = merge(tmp_path, base, *models, mismatch="overlap", **config)
-    assert find_error(merged, define(base, [whole, *models[1:]], **config), base) < 1e-6
 
 
 @pytest.mark.parametrize("rank", [1, 3])
 def test_changes_of_low_rank_are_as_exact(tmp_path: Path, rank: int) -> None:
-    generator = torch.Generator().manual_seed(rank)
     base = {"a.weight": torch.zeros(300, 200)}
-    models = [
-        {
-            "a.weight": torch.randn(300, rank, generator=generator)
-            @ torch.randn(rank, 200, generator=generator)
-        }
-        for _ in range(2)
-    ]
+    products = [low_rank("a", (300, 200), rank, seed).values() for seed in range(2)]
+    models = [{"a.weight": 1e4 * left @ right} for right, left in products]
     config = {"method": "wudi", "drop_rate": 0, "ridge": 0.01, "any_base": True}
-    wanted = define(base, models, **config)
-    assert find_error(merge(tmp_path, base, *models, **config), wanted, base) < 1e-6
-    # Of 16 bits, in float32 if that is exact enough.
-    deltas = [model["a.weight"].numpy() for model in models]
-    settings = DareConfig(**config).general(2)
-    found = matrices.merge_matrices([d.copy() for d in deltas], (0.5, 0.5), settings, False)
-    error = np.linalg.norm(found - wanted["a.weight"].numpy()) / np.linalg.norm(found)
-    assert error < 1e-4
+    merged = merge(tmp_path, base, *models, **config)
+    assert find_error(merged, define(base, models, **config), base) < 1e-6
 
 
 @given(
@@ -163,23 +148,17 @@ def test_matrices_are_solved_as_defined_in_any_blocks(
 def test_identities_hold_for_any_shape_and_number_of_models(
     rows: int, columns: int, count: int, ridge: float, seed: int
 ) -> None:
-    base = random_model(seed, F32, {"a.weight": (rows, columns)})
-    model = finetune(base, seed, 0.1)
-    others = [finetune(base, seed + k, 0.1) for k in range(count)]
-
-    def find(models: list[Tensors], **settings: Any) -> torch.Tensor:
-        given = {"method": "wudi", "drop_rate": 0.0, "ridge": ridge, **settings}
-        return dare_merge(base, models, DareConfig(verbose=False, **given))["a.weight"]
-
-    assert torch.equal(find([model]), model["a.weight"]), "one model is itself"
-    torch.testing.assert_close(find([model] * count), model["a.weight"])
-    assert torch.equal(find([base] * count), base["a.weight"]), "the base changes nothing"
-    assert torch.equal(find([*others, base], lambda_coeff=0.0), base["a.weight"])
-    assert find([*others, base]).isfinite().all()
-    averaged = find([*others, base], ridge=1e12, norm_limit=0)
+    base, model, *others = make_models(count + 1, F32, {"a.weight": (rows, columns)}, 0.1, seed)
+    config = DareConfig(method="wudi", drop_rate=0.0, ridge=ridge, verbose=False)
+    some = [*others, base]
+    assert_same(dare_merge(base, [model], config), model)
+    torch.testing.assert_close(dare_merge(base, [model] * count, config), model)
+    assert_same(dare_merge(base, [base] * count, config), base)
+    assert_same(dare_merge(base, some, replace(config, lambda_coeff=0.0)), base)
+    assert dare_merge(base, some, config)["a.weight"].isfinite().all()
+    averaged = dare_merge(base, some, replace(config, ridge=1e12, norm_limit=0))
     linear = DareConfig(drop_rate=0, verbose=False)
-    wanted = dare_merge(base, [*others, base], linear)["a.weight"]
-    torch.testing.assert_close(averaged, wanted)
+    torch.testing.assert_close(averaged, dare_merge(base, some, linear))
 
 
 def test_the_merged_change_is_resized_within_its_limit(tmp_path: Path) -> None:
@@ -200,20 +179,14 @@ def test_the_merged_change_is_resized_within_its_limit(tmp_path: Path) -> None:
     assert left < 1e-3 * mean, "what cancels out is not blown up"
 
 
-def test_a_rule_chooses_another_method_and_gradients_another_ridge(tmp_path: Path) -> None:
+def test_a_rule_chooses_another_method(tmp_path: Path) -> None:
     shapes = {f"layers.{k}.{part}.weight": (12, 16) for k in range(3) for part in ("up", "down")}
     base, *models = make_three(F32, shapes)
-    ridges = {"gradient": [0.1, 10]}
     rules = [{"match": "*down*", "method": "linear"}]
-    config = {"method": "wudi", "drop_rate": 0, "ridge": ridges, "rules": rules}
-    merged = merge(tmp_path, base, *models, **config)
+    merged = merge(tmp_path, base, *models, method="wudi", drop_rate=0, rules=rules)
     linear = merge(tmp_path, base, *models, drop_rate=0)
     for name in shapes:
         assert torch.equal(merged[name], linear[name]) == ("down" in name)
-    for k, ridge in enumerate((0.1, 5.05, 10.0)):
-        alone = merge(tmp_path, base, *models, method="wudi", drop_rate=0, ridge=ridge)
-        name = f"layers.{k}.up.weight"
-        torch.testing.assert_close(merged[name], alone[name], rtol=0, atol=1e-7)
 
 
 def test_a_resumed_merge_gives_the_same_bytes(tmp_path: Path, monkeypatch: Patch) -> None:
@@ -239,7 +212,7 @@ def test_a_resumed_merge_gives_the_same_bytes(tmp_path: Path, monkeypatch: Patch
 
 
 def test_a_mask_of_infinities_is_no_obstacle_and_a_broken_weight_is_an_error(
-    tmp_path: Path, check_refused: Refusal
+    tmp_path: Path,
 ) -> None:
     base, *models = make_three(F32, {"a.weight": (20, 20), "b.weight": (6, 6)})
     for model in (base, *models):
@@ -247,9 +220,8 @@ def test_a_mask_of_infinities_is_no_obstacle_and_a_broken_weight_is_an_error(
     merged = merge(tmp_path, base, *models, method="wudi", drop_rate=0)
     assert torch.equal(merged["b.weight"], base["b.weight"])
     models[0]["a.weight"][3, 4] = torch.nan
-    paths = save(tmp_path, base=base, one=models[0], two=models[1])
     with pytest.raises(DareError, match=re.escape("[3, 4]")):
-        run_merge(paths[0], paths[1:], tmp_path / "out.safetensors", method="wudi", drop_rate=0)
+        merge(tmp_path, base, *models, method="wudi", drop_rate=0)
 
 
 # --- adapters ------------------------------------------------------------------------------------
@@ -358,19 +330,17 @@ def test_files_are_merged_by_torch_where_there_is_a_gpu(
     tmp_path: Path, monkeypatch: Patch, dtype: torch.dtype
 ) -> None:
     base, *models = make_three(dtype)
+    paths = save(tmp_path, **dict(zip("abcd", (base, *models), strict=True)))
+    out = tmp_path / "merged.safetensors"
     config = {"method": "wudi", "drop_rate": 0}
-    wanted = merge(tmp_path, base, *models, **config)
-    paths = [tmp_path / f"{name}.safetensors" for name in ("base", "m0", "m1", "m2")]
-    report = run_merge(paths[0], paths[1:], tmp_path / "merged.safetensors", **config)
+    report = run_merge(paths[0], paths[1:], out, **config)
     # The processor stands in for the GPU.
     monkeypatch.setattr(matrices.MatrixEngine, "device", "cpu")
     monkeypatch.setattr(matrices, "load_gpu", lambda: torch)
-    for more in ({}, {"drop_rate": 0.5}):
-        merged = merge(tmp_path, base, *models, **config | more)
+    for more in ({"drop_rate": 0.5}, {}):
+        again = run_merge(paths[0], paths[1:], out, **config | more)
         usual = define(base, models, **config | more)
-        assert find_error(merged, usual, base) < (1e-6 if dtype is F32 else 5e-3)
-    again = run_merge(paths[0], paths[1:], tmp_path / "merged.safetensors", **config)
-    assert find_error(load_file(tmp_path / "merged.safetensors"), wanted, base) < 5e-3
+        assert find_error(load_file(out), usual, base) < (1e-6 if dtype is F32 else 5e-3)
     for mine, theirs in zip(again.models, report.models, strict=True):
         assert mine.mean_delta == pytest.approx(theirs.mean_delta, rel=1e-5)
         assert mine.largest_delta == theirs.largest_delta
@@ -412,13 +382,9 @@ def test_an_analysis_says_whether_changes_lie_in_the_same_space(tmp_path: Path) 
     adapters = write_adapters(tmp_path, [2, 3], (64, 48))
     given = (files[:2], files[1:3], adapters, files[3:])
     reports = [make_merger(base_file, pair).analyze() for pair in given]
-    alike, apart, low, none = (report.pairs[0].shared_space for report in reports)
-    assert alike is not None
-    assert apart is not None
-    assert low is not None
+    alike, apart, low, none = (report.as_dict()["pairs"][0]["shared_space"] for report in reports)
     assert none is None
-    assert alike > 0.8
-    assert max(apart, low) < 0.5
+    assert 0 <= max(apart, low) < 0.5 < 0.8 < alike
 
 
 def test_long_matrices_are_solved_from_the_shorter_side(tmp_path: Path, monkeypatch: Patch) -> None:

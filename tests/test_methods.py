@@ -1,7 +1,6 @@
 """Every way to combine, against the definition and closed forms; rules; settings that mean nothing
 are refused."""
 
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -182,40 +181,6 @@ def test_trim_finds_the_exact_threshold_of_any_tensor(
     assert same_bits(
         merged, torch.where(survives & (model.abs() >= least) & (model != 0), model, 0.0)
     )
-
-
-@pytest.mark.parametrize(
-    "size", [0.0001, 0.05, 1.0], ids=["nearly parallel", "at an angle", "nearly orthogonal"]
-)
-@pytest.mark.parametrize(
-    "config",
-    [
-        {},
-        {"slerp_t": 0.0},
-        {"slerp_t": 1.0},
-        {"slerp_t": 0.3, "drop_rate": 0.0},
-        {"lambda_coeff": 0.5},
-    ],
-)
-def test_slerp_equals_the_closed_form_within_rounding(
-    tmp_path: Path, size: float, config: Config
-) -> None:
-    base, *models = make_models(2, F64, size=size)
-    merged = merge(tmp_path, base, *models, method="slerp", engine="plain", **config)
-    # What is left of each model alone, which is where the arc begins and ends.
-    t = config.get("slerp_t", 0.5)
-    rate = config.get("drop_rate", 0.9)
-    ends = [define(base, [model], seed=42 + i, drop_rate=rate) for i, model in enumerate(models)]
-    for name, tensor in merged.items():
-        first, second = (end[name] for end in ends)
-        cosine = float((first * second).sum() / first.norm() / second.norm())
-        shares = [1 - t, t]
-        if abs(cosine) <= 0.9995:
-            angle = math.acos(cosine)
-            shares = [math.sin(share * angle) / math.sin(angle) for share in shares]
-        arc = shares[0] * first + shares[1] * second
-        expected = base[name] + config.get("lambda_coeff", 1.0) * (arc - base[name])
-        np.testing.assert_allclose(tensor, expected, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize(("chunk", "threads"), [(1024, 7), (4096, 2), (1 << 15, 3)])

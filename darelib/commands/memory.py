@@ -7,7 +7,7 @@ from darelib.core.tuning import TUNING
 from darelib.kernels.records import Buffers
 from darelib.models.checkpoint import Checkpoint
 from darelib.output.prepare import FilePlan
-from darelib.run.matrices import estimate_factors, estimate_matrices
+from darelib.run.matrices import estimate_matrices
 
 # What a merge holds besides its buffers, as measured: the process with all that it has loaded, and
 # what is known of each tensor of each model.
@@ -24,4 +24,4 @@ def estimate_memory(plan: FilePlan, inputs: Sequence[Checkpoint]) -> int:
     waiting = [tensor.encoding.count_held(tensor.base, plan.chunk) for tensor in plan.tensors]
     threads = kept + plan.threads * (buffers + max(held) + max(waiting, default=0))
     known = TENSOR_BYTES * len(plan.tensors) * len(inputs)
-    return PROCESS_BYTES + known + threads + estimate_matrices(plan) + estimate_factors(plan)
+    return PROCESS_BYTES + known + threads + estimate_matrices(plan)

@@ -68,10 +68,13 @@ class MatrixChange:
 
 def estimate_matrices(plan: MergePlan) -> int:
     """What matrices that are merged as a whole take in memory: one while it is solved, the deltas
-    of the next, and the changes that wait to be written.
+    of the next, and the changes that wait to be written; or, with what is made of them, those that
+    become products.
     """
+    modules = plan.modules if isinstance(plan, AdapterPlan) else {}
     most = 0
     waiting = 0
+    largest = 0
     for tensor in plan.tensors:
         if matrices := tensor.matrices:
             models = len(tensor.finetuned)
@@ -80,7 +83,11 @@ def estimate_matrices(plan: MergePlan) -> int:
             solved = item * (matrices.size * (models + MATRIX_COPIES) + grams)
             most = max(most, solved + 4 * models * matrices.size)
             waiting += 4 * tensor.base.count
-    return most + min(waiting, 4 * TUNING.matrix_elements * max(1, plan.threads // 2))
+        if tensor.name in modules and not tensor.adds_ranks:
+            is_large = is_exact(tensor.base, modules[tensor.name].rank)
+            largest = max(largest, tensor.base.count * (EXACT_BYTES if is_large else MATRIX_BYTES))
+    held = most + min(waiting, 4 * TUNING.matrix_elements * max(1, plan.threads // 2))
+    return held + TUNING.matrices_at_once * largest
 
 
 def estimate_solving(plan: MergePlan) -> float:
@@ -88,19 +95,6 @@ def estimate_solving(plan: MergePlan) -> float:
     sizes = [(tensor.matrices, len(tensor.finetuned)) for tensor in plan.tensors]
     operations = sum(each.count_operations(models) for each, models in sizes if each)
     return operations / MatrixEngine(plan.config.engine).measure_rate() if operations else 0.0
-
-
-def estimate_factors(plan: MergePlan) -> int:
-    """What matrices that become products take in memory, with what is made of them."""
-    if not isinstance(plan, AdapterPlan):
-        return 0
-    dense = [t for t in plan.tensors if t.name in plan.modules and not t.adds_ranks]
-    held = [
-        t.base.count
-        * (EXACT_BYTES if is_exact(t.base, plan.modules[t.name].rank) else MATRIX_BYTES)
-        for t in dense
-    ]
-    return TUNING.matrices_at_once * max(held, default=0)
 
 
 class MatrixWorker(Worker):

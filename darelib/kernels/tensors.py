@@ -85,7 +85,9 @@ class TensorMerge:
         at_once = output.is_contiguous() and not ranked
         target = output.view(-1) if at_once else torch.empty_like(self.flat, dtype=self.dtype)
         width = self.base.shape[-1] if self.base.shape else 1
-        found = plain.look_up(self.settings, models, self._open_pieces, len(self.flat), width)
+        bits = torch.finfo(self.real).bits
+        count = len(self.flat)
+        found = plain.look_up(self.settings, models, self._open_pieces, count, bits, width)
         coefficients = METHODS[self.settings.method].weigh(self.settings, models, found)
         change = self.solutions.changes.get(self.name)
         if self.matrices and change is None:

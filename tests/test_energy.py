@@ -35,16 +35,14 @@ def analyze(folder: Path, base: Tensors, *models: Tensors) -> AnalysisReport:
 def change(base: Tensors, rank: int, noise: float) -> Tensors:
     """A fine-tune whose changes are of a rank, apart from noise."""
     generator = torch.Generator().manual_seed(rank)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, dtype=F64)
-
-    changes = {
-        name: 0.001 * draw(len(tensor), rank) @ draw(rank, tensor.shape[1])
-        + noise * draw(*tensor.shape)
-        for name, tensor in base.items()
-    }
-    return {name: (base[name] + changes[name]).to(base[name].dtype) for name in base}
+    model = {}
+    for name, tensor in base.items():
+        whole, left, right = (
+            torch.randn(shape, generator=generator, dtype=F64)
+            for shape in (tensor.shape, (len(tensor), rank), (rank, tensor.shape[1]))
+        )
+        model[name] = (tensor + 0.001 * left @ right + noise * whole).to(tensor.dtype)
+    return model
 
 
 def keep_by_rank(base: Tensors, model: Tensors) -> list[float]:

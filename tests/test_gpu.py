@@ -161,17 +161,12 @@ def test_a_gpu_divides_as_the_cpu_does_down_to_the_smallest_numbers(count: int) 
     sizes = torch.randint(-149, 120, (count, 1 << 20), generator=random)
     sizes[:, ::2] = sizes[:1, ::2]  # of about the same size
     values = torch.ldexp(torch.randn((count, 1 << 20), generator=random), sizes)
-    base = {"w": torch.zeros(1 << 20)}
-    models = [{"w": row} for row in values]
-    merged = dare_merge(
-        {"w": base["w"].cuda()},
-        [{"w": row.cuda()} for row in values],
-        DareConfig(method="ties", drop_rate=0),
+    config = DareConfig(method="ties", drop_rate=0)
+    merged, wanted = (
+        dare_merge({"w": rows[0] * 0}, [{"w": row} for row in rows], config)
+        for rows in (values.cuda(), values)
     )
-    assert_same(
-        {"w": merged["w"].cpu()},
-        dare_merge(base, models, DareConfig(method="ties", drop_rate=0)),
-    )
+    assert_same(to_cpu(merged), wanted)
 
 
 def make_mixture(device: str) -> tuple[Tensors, list[Tensors]]:

@@ -199,17 +199,6 @@ def test_every_method_gives_the_same_bytes_on_any_threads_and_chunks(
     assert_same(dare_merge(base, models, DareConfig(**config)), usual)
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.3, 0.9])
-def test_the_drop_rate_of_one_model_leaves_the_masks_of_the_others_alone(
-    tmp_path: Path, rate: float
-) -> None:
-    merged = merge(tmp_path, *units(1, 64), drop_rate=[rate, 0.5], rescale=False, weights=[1, 1])[
-        "w"
-    ].float()
-    assert np.array_equal(merged >= 64, mask(43, "w", 5000, 0.5))
-    assert np.array_equal(merged % 64 == 1, mask(42, "w", 5000, rate))
-
-
 # --- rules ----------------------------------------------------------------------------------------
 
 

@@ -377,7 +377,7 @@ def test_it_is_resumed_verified_and_merged_again(tmp_path: Path, monkeypatch: Pa
     base, models, _ = make_inputs(tmp_path)
     how: dict[str, Any] = {"drop_rate": 0.0, "adapter_rank": 4, "threads": 1}
     report = run_merge(base, models, tmp_path / "whole", **how)
-    from darelib.run.adapters import AdapterWorker
+    from darelib.run.matrices import AdapterWorker
 
     made = AdapterWorker.factorise
     calls: list[str] = []
@@ -415,6 +415,25 @@ def test_factors_that_another_machine_made_are_verified(tmp_path: Path) -> None:
     stored[-2000::4] ^= 1
     path.write_bytes(stored.tobytes())
     assert make_merger(base, models[:2], **how).verify(tmp_path / "out").differing == 500
+
+
+@pytest.mark.parametrize("rank", [4, "full", 0.9])
+@pytest.mark.parametrize("method", ["linear", "wudi"])
+def test_factors_are_the_same_whichever_signs_a_library_gives(
+    tmp_path: Path, monkeypatch: Patch, method: str, rank: float | str
+) -> None:
+    base, [one, other, tuned], _ = make_inputs(tmp_path)
+    models = [one, other] if rank == "full" else [one, tuned]
+    how: dict[str, Any] = {"drop_rate": 0.0, "adapter_rank": rank, "method": method}
+    run_merge(base, models, tmp_path / "out", **how)
+    eigh = np.linalg.eigh
+
+    def negate(matrix: Any) -> Any:
+        values, vectors = eigh(matrix)
+        return values, -vectors
+
+    monkeypatch.setattr(np.linalg, "eigh", negate)
+    assert make_merger(base, models, **how).verify(tmp_path / "out")
 
 
 @pytest.mark.parametrize("norm_changed", [True, False])

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-import darelib.plan.checks
 from dare import DareConfig, DareError, dare_merge
 from darelib.core.mask import mask_key
 from darelib.kernels.plain import draw_bits
@@ -21,32 +20,24 @@ from tests.support import (
     F64,
     Config,
     Models,
-    Pair,
-    Patch,
     Refusal,
     Tensors,
     assert_same,
     define,
     examples,
-    finetune,
     low_rank,
     make_models,
     merge,
     merge_paths,
-    random_model,
-    run,
     run_merge,
     save,
-    save_directory,
     slow,
-    tensors_in,
     tune,
     write_adapter,
 )
 from tests.test_kernels import DEVICES, merge_by
 from tests.test_packed import pack
 
-few = examples(20)
 DROPS = ("random", "magnitude", "breadcrumbs", "della")
 # A drop of each kind, with rescales and methods in turn.
 CONFIGS: list[Config] = [
@@ -71,22 +62,39 @@ def merge_delta(delta: Any, **config: Any) -> torch.Tensor:
 # --- by hand --------------------------------------------------------------------------------------
 
 
+FIVE = [1.0, -5.0, 3.0, -2.0, 4.0]
+
+
 @pytest.mark.parametrize(
-    ("delta", "rate", "kept"),
+    ("config", "delta", "kept"),
     [
-        ([1.0, -5.0, 3.0, -2.0, 4.0], 0.5, [0, -5, 0, 0, 4]),
-        ([1.0, -5.0, 3.0, -2.0, 4.0], 0.99, [0, -5, 0, 0, 0]),  # at least one
-        ([0.0, 0.0, 0.0], 0.5, [0, 0, 0]),
-        ([7.0], 0.9, [7]),
-        ([1.0, -5.0, 3.0], 0.0, [1, -5, 3]),
+        ({"drop": "magnitude", "drop_rate": 0.5}, FIVE, [0, -5, 0, 0, 4]),
+        ({"drop": "magnitude", "drop_rate": 0.99}, FIVE, [0, -5, 0, 0, 0]),  # at least one
+        ({"drop": "magnitude", "drop_rate": 0.0}, FIVE, FIVE),
+        ({"drop": "magnitude", "drop_rate": 0.5}, [0.0, 0.0, 0.0], [0, 0, 0]),
+        ({"drop": "magnitude", "drop_rate": 0.9}, [7.0], [7]),
         # although (1 - 0.9) * 10 is a little less than 1
-        ([float(n) for n in range(10)], 0.9, [0] * 9 + [9]),
+        ({"drop": "magnitude", "drop_rate": 0.9}, [*map(float, range(10))], [0] * 9 + [9]),
         # 0.29 * 100 is a little less than 29
-        ([float(n) for n in range(100)], 0.71, [0] * 72 + list(range(72, 100))),
+        (
+            {"drop": "magnitude", "drop_rate": 0.71},
+            [*map(float, range(100))],
+            [0] * 72 + [*range(72, 100)],
+        ),
+        ({"drop": "breadcrumbs", "drop_rate": 0.6, "gamma": 0.2}, FIVE, [0, 0, 3, 0, 4]),
+        ({"drop": "breadcrumbs", "drop_rate": 0.6, "gamma": 0.4}, FIVE, [0, 0, 3, -2, 0]),
+        ({"drop": "breadcrumbs", "drop_rate": 0.6, "gamma": 0.0}, FIVE, [0, -5, 0, 0, 4]),
+        # fewer of the largest are dropped than gamma says
+        ({"drop": "breadcrumbs", "drop_rate": 0.2, "gamma": 0.6}, FIVE, [1, 0, 3, -2, 4]),
+        # a tenth of five is none
+        ({"drop": "breadcrumbs", "drop_rate": 0.9, "gamma": 0.2}, FIVE, [0, 0, 0, 0, 0]),
+        ({"drop": "breadcrumbs", "drop_rate": 0.0, "gamma": 0.4}, FIVE, FIVE),
     ],
 )
-def test_magnitude_keeps_the_largest(delta: list[float], rate: float, kept: list[float]) -> None:
-    assert merge_delta(delta, drop="magnitude", drop_rate=rate).tolist() == kept
+def test_drops_by_size_keep_the_largest_or_those_below_them(
+    config: Config, delta: list[float], kept: list[float]
+) -> None:
+    assert merge_delta(delta, **config).tolist() == kept
 
 
 @pytest.mark.parametrize(
@@ -117,65 +125,27 @@ def test_of_equal_deltas_as_many_are_kept_as_there_is_room_for(
     assert kept.float().mean(0).std() < 0.05  # at random, and not by position
 
 
-@pytest.mark.parametrize(
-    ("delta", "rate", "gamma", "kept"),
-    [
-        ([1.0, -5.0, 3.0, -2.0, 4.0], 0.6, 0.2, [0, 0, 3, 0, 4]),
-        ([1.0, -5.0, 3.0, -2.0, 4.0], 0.6, 0.4, [0, 0, 3, -2, 0]),
-        ([1.0, -5.0, 3.0, -2.0, 4.0], 0.6, 0.0, [0, -5, 0, 0, 4]),
-        # fewer of the largest are dropped than gamma says
-        ([1.0, -5.0, 3.0, -2.0, 4.0], 0.2, 0.6, [1, 0, 3, -2, 4]),
-        ([1.0, -5.0, 3.0, -2.0, 4.0], 0.9, 0.2, [0, 0, 0, 0, 0]),  # a tenth of five is none
-        ([1.0, -5.0, 3.0, -2.0, 4.0], 0.0, 0.4, [1, -5, 3, -2, 4]),
-    ],
-)
-def test_breadcrumbs_drops_the_largest_and_the_smallest(
-    delta: list[float], rate: float, gamma: float, kept: list[float]
-) -> None:
-    assert merge_delta(delta, drop="breadcrumbs", drop_rate=rate, gamma=gamma).tolist() == kept
-
-
 @pytest.mark.parametrize("rescale", ["expectation", "none"])
+@pytest.mark.parametrize("width", [70, 1])
 def test_della_keeps_by_ranks_within_rows_and_divides_each_by_its_own_probability(
-    rescale: str,
+    width: int, rescale: str
 ) -> None:
     rate = 0.6
     epsilon = 0.3
-    shape = (40, 70)
-    delta = torch.from_numpy(
-        np.random.default_rng(3).integers(-20, 20, shape).astype(np.float32)
-    )  # many are equal
-    bits = draw_bits(mask_key(42, "w"), 0, 3)[: delta.numel()].reshape(shape)
-    expected = np.zeros(shape, np.float32)
-    for row in range(shape[0]):
-        order = sorted(range(shape[1]), key=lambda place: (abs(float(delta[row, place])), place))
-        for rank, place in enumerate(order):
-            rate_of_rank = (1 - rate - epsilon) + 2 * epsilon * (rank / (shape[1] - 1))
-            threshold = max(1, round(rate_of_rank * 65536))
-            if bits[row, place] < threshold:
-                divisor = np.float32(threshold / 65536 if rescale == "expectation" else 1)
-                expected[row, place] = np.float32(delta[row, place]) / divisor
-    kept = merge_delta(delta, drop="della", drop_rate=rate, epsilon=epsilon, rescale=rescale)
+    shape = (40, width)
+    random = np.random.default_rng(3)
+    delta = random.integers(-20, 20, shape).astype(np.float32)  # many are equal
+    bits = draw_bits(mask_key(42, "w"), 0, 3)[: delta.size].reshape(shape)
+    # Equal ones stay in order; a row of one is in the middle.
+    ranks = np.abs(delta).argsort(axis=1, kind="stable").argsort(axis=1)
+    places = ranks / (width - 1) if width > 1 else ranks + 0.5
+    rates = (1 - rate - epsilon) + 2 * epsilon * places
+    thresholds = np.rint(rates * 65536)
+    divisors = (thresholds / 65536 if rescale == "expectation" else 1 + 0 * rates).astype("f4")
+    expected = np.where(bits < thresholds, delta / divisors, np.float32(0))
+    given = torch.from_numpy(delta)
+    kept = merge_delta(given, drop="della", drop_rate=rate, epsilon=epsilon, rescale=rescale)
     assert np.array_equal(kept.numpy(), expected)
-
-
-def test_della_keeps_the_larger_ones_more_often_and_changes_no_mean() -> None:
-    """Of a hundred rows of equal deltas the first is the smallest, since ties are broken by
-    position."""
-    delta = torch.ones(100, 101)
-    seeds = range(20)
-    kept = torch.stack(
-        [merge_delta(delta, drop="della", drop_rate=0.5, epsilon=0.4, seed=seed) for seed in seeds]
-    )
-    assert torch.mean(kept) == pytest.approx(1, abs=0.01)
-    assert torch.allclose(
-        (kept != 0).double().mean((0, 1)),
-        torch.linspace(0.1, 0.9, 101).double(),
-        atol=5 * math.sqrt(0.25 / 2000),
-    )
-    assert (
-        merge_delta(torch.ones(500, 1), drop="della", drop_rate=0.5).max() == 2
-    )  # a row of one is in the middle
 
 
 @pytest.mark.parametrize("drop", DROPS)
@@ -186,10 +156,8 @@ def test_l1_restores_the_sum_of_sizes(drop: str) -> None:
     factors = (kept / delta)[kept != 0]
     assert torch.allclose(factors, factors[:1])
     assert factors[0] > 1.1
-    nothing = torch.full((300,), 1e-12)
-    assert torch.equal(
-        abs(merge_delta(nothing, drop=drop, drop_rate=0.7, rescale="l1")).max(), nothing[0]
-    )
+    nothing = merge_delta([1e-12] * 300, drop=drop, drop_rate=0.7, rescale="l1")
+    assert float(nothing.max()) == pytest.approx(1e-12)
 
 
 def test_ram_keeps_what_one_model_has_and_averages_what_several_have() -> None:
@@ -268,26 +236,31 @@ def test_rows_that_span_chunks_and_jobs_give_the_bits_of_the_definition_in_any_t
         )
 
 
-@few
-@given(st.data())
-def test_any_settings_give_the_bits_of_the_definition(tmp_path: Path, data: st.DataObject) -> None:
-    draw = data.draw
-    count = data.draw(st.integers(1, 3))
+@examples(20)
+@given(
+    drops=st.lists(st.sampled_from(DROPS), min_size=2, max_size=2),
+    method=st.sampled_from(["linear", "ties", "ram"]),
+    rescale=st.sampled_from([None, "l1", "none"]),
+    rates=st.lists(st.floats(0.3, 0.7), min_size=2, max_size=2),
+    own=st.floats(0, 0.29),
+    shape=st.sampled_from([(), (1,), (2500,), (7, 300), (1500, 2), (2, 1300), (3, 1, 50)]),
+    size=st.sampled_from([0, 0.0001, 0.01, 1]),
+)
+def test_any_settings_give_the_bits_of_the_definition(
+    tmp_path: Path,
+    drops: list[str],
+    method: str,
+    rescale: str | None,
+    rates: list[float],
+    own: float,
+    shape: tuple[int, ...],
+    size: float,
+) -> None:
     tune(job_elements=2048, min_chunk=1024, max_chunk=1024, memory_chunk=1024)
-    each = lambda values: st.lists(values, min_size=count, max_size=count)  # noqa: E731
-    drops = draw(each(st.sampled_from(DROPS)))
-    config: Config = {"method": draw(st.sampled_from(["linear", "ties", "ram"])), "drop": drops}
-    config["rescale"] = draw(st.sampled_from([None, "l1", "none"]))
-    config["drop_rate"] = draw(each(st.floats(0.3, 0.7)))
-    config |= {"epsilon": draw(each(st.floats(0, 0.29)))} if "della" in drops else {}
-    config |= {"gamma": draw(each(st.floats(0, 0.5)))} if "breadcrumbs" in drops else {}
-    if draw(st.booleans()):
-        config["weights"] = draw(each(st.floats(0.01, 2)))
-    shape = draw(st.sampled_from([(), (1,), (2500,), (7, 300), (1500, 2), (2, 1300), (3, 1, 50)]))
-    base = random_model(draw(st.integers(0, 99)), BF16, {"w": shape})
-    models = [
-        finetune(base, seed, draw(st.sampled_from([0, 0.0001, 0.01, 1]))) for seed in range(count)
-    ]
+    config: Config = {"method": method, "drop": drops, "rescale": rescale, "drop_rate": rates}
+    config |= {"epsilon": own} if "della" in drops else {}
+    config |= {"gamma": own} if "breadcrumbs" in drops else {}
+    base, *models = make_models(2, BF16, {"w": shape}, size)
     expected = define(base, models, **config)
     for engine in ("numba", "plain", "cpu"):
         assert_same(merge_by(engine, tmp_path, base, models, config), expected)
@@ -325,41 +298,17 @@ def test_adapters_are_thinned_like_the_deltas_that_they_stand_for(
     assert_same(load_file(output), define(base, [delta], **config))
 
 
-@pytest.mark.parametrize(
-    "config",
-    [{"drop": ["random", "magnitude"]}, {"drop": ["random", "della"], "epsilon": 0.05}],
-    ids=str,
-)
-def test_packed_models_go_with_other_drops_of_other_models(
-    models: Models, tmp_path: Path, config: Config
+@pytest.mark.parametrize("drop", ["magnitude", "della"])
+def test_packed_models_go_with_other_drops_of_other_models_only(
+    models: Models, tmp_path: Path, check_refused: Refusal, drop: str
 ) -> None:
     packed = pack(*models[:2], tmp_path / "packed.safetensors")
-    made = []
-    for first in (models[1], packed):
-        out = tmp_path / "out.safetensors"
-        made.append(merge_paths(models[0], [first, models[2]], out, engine="plain", **config))
+    out = tmp_path / "out.safetensors"
+    config: Config = {"drop": ["random", drop], "drop_rate": [0.9, 0.5], "engine": "plain"}
+    made = [merge_paths(models[0], [one, models[2]], out, **config) for one in (models[1], packed)]
     assert_same(*made)
-
-
-@pytest.mark.parametrize("flags", [("--drop", "magnitude"), ("--rescale", "l1")])
-def test_packed_models_go_with_nothing_that_must_see_all_of_them(
-    models: Models, tmp_path: Path, check_refused: Refusal, flags: tuple[str, str]
-) -> None:
-    packed = pack(*models[:2], tmp_path / "packed.safetensors")
-    check_refused(models[0], packed, "is packed", flags[1], flags=flags)
-
-
-def test_rows_too_long_to_be_ranked_are_refused(
-    pair: Pair, tmp_path: Path, check_refused: Refusal, monkeypatch: Patch
-) -> None:
-    monkeypatch.setattr(darelib.plan.checks, "MAX_RANKED", 1000)
-    rule = 'head.weight:drop="random"'
-    flags = ("--drop", "della", "--drop-rate", "0.5", "--mismatch", "overlap", "--engine", "plain")
-    check_refused(*pair, "'head.weight'", "1,500", f"--rule '{rule}'", flags=flags)
-    flags = (*flags, "--rule", rule)
-    run("-q", "-b", pair[0], "-m", pair[1], "-o", tmp_path / "merged.safetensors", *flags)
-    save_directory(pair[0], tensors_in(pair[0]) | {"layer.bias": torch.zeros(1001, dtype=BF16)})
-    check_refused(*pair, "'layer.bias'", "1,001", flags=flags)  # the base's, not the model's
+    for flags in (("--drop", drop, "--drop-rate", "0.5"), ("--rescale", "l1")):
+        check_refused(models[0], packed, "is packed", flags[1], flags=flags)
 
 
 @pytest.mark.parametrize("engine", ["plain", "cpu", "numba"])

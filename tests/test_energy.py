@@ -35,16 +35,14 @@ def analyze(folder: Path, base: Tensors, *models: Tensors) -> AnalysisReport:
 def change(base: Tensors, rank: int, noise: float) -> Tensors:
     """A fine-tune whose changes are of a rank, apart from noise."""
     generator = torch.Generator().manual_seed(rank)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, dtype=F64)
-
-    changes = {
-        name: 0.001 * draw(len(tensor), rank) @ draw(rank, tensor.shape[1])
-        + noise * draw(*tensor.shape)
-        for name, tensor in base.items()
-    }
-    return {name: (base[name] + changes[name]).to(base[name].dtype) for name in base}
+    model = {}
+    for name, tensor in base.items():
+        whole, left, right = (
+            torch.randn(shape, generator=generator, dtype=F64)
+            for shape in (tensor.shape, (len(tensor), rank), (rank, tensor.shape[1]))
+        )
+        model[name] = (tensor + 0.001 * left @ right + noise * whole).to(tensor.dtype)
+    return model
 
 
 def keep_by_rank(base: Tensors, model: Tensors) -> list[float]:
@@ -93,12 +91,6 @@ def test_what_a_low_rank_keeps_is_by_the_size_of_the_changes(tmp_path: Path) -> 
     name = "layers.4.mlp.weight"
     model[name] = change({name: base[name]}, 8, 0.0)[name]
     assert analyze(tmp_path, base, model).models[0].energy["8"] == 1
-    stack = random_model(1, F32, {"mlp.experts.weight": (3, 64, 64), "mlp.weight": (64, 64)})
-    model = stack | change({"mlp.weight": stack["mlp.weight"]}, 0, 1e-6)
-    model["mlp.experts.weight"] = stack["mlp.experts.weight"].clone()
-    model["mlp.experts.weight"][2] += 0.01
-    found = analyze(tmp_path, stack, model).models[0].energy
-    assert found["8"] < 0.5, "the first of a stack stands for all, and is unchanged"
 
 
 @pytest.mark.parametrize("rank", [4, 8, 24])
@@ -120,18 +112,3 @@ def test_what_a_low_rank_keeps_of_an_adapter_comes_from_its_factors(
     run(*words)
     [line] = re.findall(r"^kept at rank.*\nadapter +(.*)$", capsys.readouterr().out, re.MULTILINE)
     assert line.split() == [f"{share:.0%}" for share in model["energy"].values()]
-
-
-@pytest.mark.slow
-def test_what_a_low_rank_keeps_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    panels = []
-    for shape in ((64, 63), (64, 64)):
-        base = random_model(1, F32, {"layers.0.mlp.weight": shape})
-        paths = save(tmp_path, base=base, model=change(base, 8, 0.0))
-        words = ["analyze", "-b", paths[0], "-m", paths[0], paths[1], "--engine", "plain", "-q"]
-        run(*words, "--plot", tmp_path / f"{shape[1]}.svg")
-        drawn = (tmp_path / f"{shape[1]}.svg").read_text()
-        panels.append((len(re.findall(r'id="axes_\d+"', drawn)), "a low rank would keep" in drawn))
-    (before, _), (after, _) = panels
-    assert (after - before, [has for _, has in panels]) == (1, [False, True])

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 
 import dare
 from dare import DareConfig, DareError, dare_merge
-from darelib.core.tuning import TUNING
 from darelib.run import memory
 from tests.support import (
     BF16,
@@ -30,6 +29,7 @@ from tests.support import (
     random_model,
     same_bits,
     save,
+    tune,
 )
 from tests.test_kernels import DEVICES
 
@@ -161,46 +161,37 @@ def test_a_gpu_divides_as_the_cpu_does_down_to_the_smallest_numbers(count: int) 
     sizes = torch.randint(-149, 120, (count, 1 << 20), generator=random)
     sizes[:, ::2] = sizes[:1, ::2]  # of about the same size
     values = torch.ldexp(torch.randn((count, 1 << 20), generator=random), sizes)
-    base = {"w": torch.zeros(1 << 20)}
-    models = [{"w": row} for row in values]
-    merged = dare_merge(
-        {"w": base["w"].cuda()},
-        [{"w": row.cuda()} for row in values],
-        DareConfig(method="ties", drop_rate=0),
+    config = DareConfig(method="ties", drop_rate=0)
+    merged, wanted = (
+        dare_merge({"w": rows[0] * 0}, [{"w": row} for row in rows], config)
+        for rows in (values.cuda(), values)
     )
-    assert_same(
-        {"w": merged["w"].cpu()},
-        dare_merge(base, models, DareConfig(method="ties", drop_rate=0)),
-    )
+    assert_same(to_cpu(merged), wanted)
 
 
-@on_gpu
-def test_on_a_gpu_tensors_of_all_kinds_are_merged_together() -> None:
+def make_mixture(device: str) -> tuple[Tensors, list[Tensors]]:
     """Odd sizes and addresses, other types, views, tensors that some models lack, that are tied, or
     on the CPU."""
-    base, *models = make_models(3, BF16)
+    base, *models = (
+        {name: tensor.to(device) for name, tensor in model.items()}
+        for model in make_models(3, BF16)
+    )
     for model in (base, *models):
         model["odd"] = model["even.weight"].reshape(-1)[1:3001]
         model["turned"] = model["even.weight"].T
         model["tied"] = model["even.weight"]
     models[0]["layer.weight"] = models[0]["layer.weight"].float()
+    models[1]["layer.weight"] = models[1]["layer.weight"].cpu()
     del models[1]["scalar"], models[2]["odd"]
-    there = [{name: tensor.cuda() for name, tensor in model.items()} for model in (base, *models)]
-    for model in there:
-        model["odd"] = (
-            model["even.weight"].reshape(-1)[1:3001]
-            if "odd" in model
-            else model["tied"].reshape(-1)[1:3001]
-        )
-        model["tied"] = model["even.weight"]
-        model["turned"] = model["even.weight"].T
-    del there[3]["odd"]
-    there[2]["layer.weight"] = there[2]["layer.weight"].cpu()
-    for settings in ({}, {"method": "ties", "keep_ratio": 0.5, "drop_rate": 0.2}):
-        wanted = dare_merge(base, models, DareConfig(**settings))
-        merged = dare_merge(there[0], there[1:], DareConfig(**settings))
-        assert_same({name: tensor.cpu() for name, tensor in merged.items()}, wanted)
-        assert merged["tied"] is merged["even.weight"]
+    return base, models
+
+
+@on_gpu
+@pytest.mark.parametrize("settings", [{}, {"method": "ties", "keep_ratio": 0.5, "drop_rate": 0.2}])
+def test_on_a_gpu_tensors_of_all_kinds_are_merged_together(settings: dict[str, Any]) -> None:
+    merged = dare_merge(*make_mixture("cuda"), DareConfig(**settings))
+    assert_same(to_cpu(merged), dare_merge(*make_mixture("cpu"), DareConfig(**settings)))
+    assert merged["tied"] is merged["even.weight"]
 
 
 @on_gpu
@@ -234,8 +225,9 @@ def test_a_mask_that_all_have_is_kept_on_any_device(name: str, device: str) -> N
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["linear", "slerp", "magnitude"])
+@pytest.mark.parametrize("name", ["linear", "slerp", "magnitude", "della"])
 def test_results_can_be_written_into_existing_tensors(name: str, device: str) -> None:
+    tune(memory_chunk=1024)  # so that ranks are of rows that are partly overwritten
     count, settings = CONFIGS[name]
     config = DareConfig(**settings)
     base, *models = (
@@ -246,9 +238,8 @@ def test_results_can_be_written_into_existing_tensors(name: str, device: str) ->
         model["tied"] = model["even.weight"]
     wanted = dare_merge(base, models, config)
     out = {name: torch.full_like(tensor, 7) for name, tensor in base.items()}
-    out["even.weight"] = torch.full((64, 128), 7.0, dtype=BF16, device=device)[
-        :, ::2
-    ]  # not contiguous
+    rows = torch.full((64, 128), 7.0, dtype=BF16, device=device)
+    out["even.weight"] = rows[:, ::2]
     out["layer.weight"] = torch.nn.Parameter(out["layer.weight"])
     addresses = {name: tensor.data_ptr() for name, tensor in out.items()}
     assert_same(
@@ -257,22 +248,13 @@ def test_results_can_be_written_into_existing_tensors(name: str, device: str) ->
     )
     assert_same(to_cpu({name: tensor.detach() for name, tensor in out.items()}), to_cpu(wanted))
     assert {name: tensor.data_ptr() for name, tensor in out.items()} == addresses
+    assert (rows[:, 1::2] == 7).all()
     dare_merge(base, models, config, out=base)
     assert_same(to_cpu(base), to_cpu(wanted))
 
 
 def to_cpu(state: Tensors) -> Tensors:
     return {name: tensor.cpu().contiguous() for name, tensor in state.items()}
-
-
-def test_ranks_are_those_of_the_base_before_it_is_overwritten(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(TUNING, "memory_chunk", 1024)
-    base, model = ({"w": random_model(seed, F32)["layer.weight"].repeat(40, 1)} for seed in (1, 2))
-    config = DareConfig(drop="della", drop_rate=0.5)
-    wanted = dare_merge(base, [model], config)["w"]
-    assert same_bits(dare_merge(base, [model], config, out=base)["w"], wanted)
 
 
 def test_without_triton_torch_merges_and_it_is_said_once(
@@ -307,37 +289,21 @@ QUANTISED = {
 }
 
 
-class Merge(NamedTuple):
-    """What came of a merge, with the models called base, 0 and 1."""
-
-    tensors: Tensors
-    warnings: list[str]
-    error: DareError | None
-
-
-def name_models(text: str, folder: Path) -> str:
-    for name, short in ((f"{folder}/", ""), (".safetensors", ""), ("model ", "m")):
-        text = text.replace(name, short)
-    return text.replace("the base", "base")
-
-
 def run(
     where: str, folder: Path, caplog: Any, base: Tensors, models: list[Tensors], config: Any
-) -> Merge:
-    tensors: Tensors = {}
-    error = None
-    try:
-        if where == "memory":
-            tensors = dare.dare_merge(base, models, DareConfig(**config))
-        else:
-            paths = save(folder, base=base, **{f"m{i}": m for i, m in enumerate(models)})
-            out = folder / "out.safetensors"
-            dare.DareMerger(paths[0], paths[1:], DareConfig(**config)).merge(out)
-            tensors = load_file(out)
-    except DareError as caught:
-        error = caught
-    lines = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    return Merge(tensors, [name_models(line, folder) for line in lines], error)
+) -> tuple[Tensors, list[str]]:
+    """The merged tensors, and the warnings, in which the models are called base, m0 and m1."""
+    if where == "memory":
+        tensors = dare.dare_merge(base, models, DareConfig(**config))
+    else:
+        paths = save(folder, base=base, **{f"m{i}": m for i, m in enumerate(models)})
+        out = folder / "out.safetensors"
+        dare.DareMerger(paths[0], paths[1:], DareConfig(**config)).merge(out)
+        tensors = load_file(out)
+    text = "\n".join(r.getMessage() for r in caplog.records if r.levelno == logging.WARNING)
+    for name, short in ((f"{folder}/", ""), (".safetensors", ""), ("model ", "m")):
+        text = text.replace(name, short)
+    return tensors, text.replace("the base", "base").splitlines()
 
 
 REFUSED: dict[str, tuple[Tensors, list[Tensors], dict[str, Any], list[str]]] = {
@@ -404,10 +370,10 @@ def test_what_cannot_be_merged_is_refused(
     where: str, case: str, tmp_path: Path, caplog: Any
 ) -> None:
     base, models, config, names = REFUSED[case]
-    merge = run(where, tmp_path, caplog, base, models, config)
-    assert merge.error is not None
-    assert merge.error.hint
-    assert [name for name in names if name not in str(merge.error)] == []
+    with pytest.raises(DareError) as caught:
+        run(where, tmp_path, caplog, base, models, config)
+    assert caught.value.hint
+    assert [name for name in names if name not in str(caught.value)] == []
     assert not (tmp_path / "out.safetensors").exists()
 
 
@@ -438,21 +404,20 @@ WARNED: dict[str, tuple[Tensors, list[Tensors], dict[str, Any], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("where", ["files", "memory"])
 @pytest.mark.parametrize("case", WARNED)
 def test_what_a_user_should_know_is_said_and_the_tensors_are_the_same(
-    where: str, case: str, tmp_path: Path, caplog: Any
+    case: str, tmp_path: Path, caplog: Any
 ) -> None:
     base, models, config, names = WARNED[case]
-    merge = run(where, tmp_path, caplog, base, models, config | {"delta_threshold": 10.0})
-    assert merge.error is None
-    said = " ".join(merge.warnings)
+    settings = config | {"delta_threshold": 10.0}
+    tensors, warnings = run("memory", tmp_path, caplog, base, models, settings)
+    said = " ".join(warnings)
     assert [name for name in names if name not in said] == []
     assert bool(names) == bool(said)
     caplog.clear()
-    other = run("files", tmp_path, caplog, base, models, config | {"delta_threshold": 10.0})
-    assert_same(merge.tensors, other.tensors)
-    assert merge.warnings == other.warnings
+    others, other_warnings = run("files", tmp_path, caplog, base, models, settings)
+    assert_same(tensors, others)
+    assert warnings == other_warnings
 
 
 @pytest.mark.parametrize(("given", "words"), [([BASE], "itself"), ([TUNED] * 2, "more than once")])
@@ -513,13 +478,3 @@ def test_tied_tensors_of_which_one_is_kept_are_not_one() -> None:
         dare.dare_merge(base, [model], DareConfig(mismatch="base", drop_rate=0.0)),
         {"embed_tokens.weight": torch.ones(4, 2), "lm_head.weight": torch.zeros(4, 2)},
     )
-
-
-def test_every_other_row_of_a_buffer_is_a_place_of_its_own() -> None:
-    expected = dare.dare_merge(BASE, [TUNED])
-    out = {name: torch.zeros_like(tensor) for name, tensor in BASE.items()}
-    rows = torch.zeros(24, 8, dtype=torch.bfloat16)
-    out["a.weight"] = rows[::2]
-    merged = dare.dare_merge(BASE, [TUNED], out=out)
-    assert_same({name: tensor.contiguous() for name, tensor in merged.items()}, expected)
-    assert not rows[1::2].any()

@@ -458,7 +458,7 @@ def test_tensors_of_out_share_memory_only_where_the_merged_ones_are_one() -> Non
     base, model = ({"embed.weight": torch.randn(30, 4)} for _ in range(2))
     base["head.weight"] = base["embed.weight"]
     untied = model | {"head.weight": model["embed.weight"].clone()}
-    with pytest.raises(DareError, match="of out share their memory, and the merged ones differ"):
+    with pytest.raises(DareError, match="of out shares its memory with"):
         dare_merge(base, [untied], out=base)
     expected = dare_merge(base, [model])
     own = {

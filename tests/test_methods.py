@@ -1,7 +1,6 @@
 """Every way to combine, against the definition and closed forms; rules; settings that mean nothing
 are refused."""
 
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from safetensors.torch import load_file
 
 from dare import ConfigError, DareConfig, DareMerger, Rule, dare_merge
 from darelib.config import RULE_SETTINGS
-from darelib.core.methods import slerp_weights
 from tests.support import (
     BF16,
     F16,
@@ -185,59 +183,6 @@ def test_trim_finds_the_exact_threshold_of_any_tensor(
     )
 
 
-@pytest.mark.parametrize(
-    "size", [0.0001, 0.05, 1.0], ids=["nearly parallel", "at an angle", "nearly orthogonal"]
-)
-@pytest.mark.parametrize(
-    "config",
-    [
-        {},
-        {"slerp_t": 0.0},
-        {"slerp_t": 1.0},
-        {"slerp_t": 0.3, "drop_rate": 0.0},
-        {"lambda_coeff": 0.5},
-    ],
-)
-def test_slerp_equals_the_closed_form_within_rounding(
-    tmp_path: Path, size: float, config: Config
-) -> None:
-    base, *models = make_models(2, F64, size=size)
-    merged = merge(tmp_path, base, *models, method="slerp", engine="plain", **config)
-    # What is left of each model alone, which is where the arc begins and ends.
-    t = config.get("slerp_t", 0.5)
-    rate = config.get("drop_rate", 0.9)
-    ends = [define(base, [model], seed=42 + i, drop_rate=rate) for i, model in enumerate(models)]
-    for name, tensor in merged.items():
-        first, second = (end[name] for end in ends)
-        cosine = float((first * second).sum() / first.norm() / second.norm())
-        shares = [1 - t, t]
-        if abs(cosine) <= 0.9995:
-            angle = math.acos(cosine)
-            shares = [math.sin(share * angle) / math.sin(angle) for share in shares]
-        arc = shares[0] * first + shares[1] * second
-        expected = base[name] + config.get("lambda_coeff", 1.0) * (arc - base[name])
-        np.testing.assert_allclose(tensor, expected, rtol=1e-12, atol=1e-13)
-
-
-def test_slerp_does_not_depend_on_the_sine_of_a_library() -> None:
-    for cosine, t in ((0.3, 0.5), (-0.9, 0.1), (0.999, 0.77), (0.0, 0.5), (-0.9994, 0.4)):
-        angle = math.acos(cosine)
-        assert slerp_weights(4.0, 9.0, 6 * cosine, t) == pytest.approx(
-            (math.sin((1 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)),
-            rel=1e-13,
-        )
-    first, second = slerp_weights(1.0, 1.0, 0.5, 0.5)  # 60 degrees: sin 30 / sin 60 = 1 / sqrt 3
-    assert first == second
-    assert abs(first - 3**-0.5) < 2**-53
-    assert slerp_weights(1.0, 1.0, 0.9996, 0.25) == (0.75, 0.25), "nearly one direction"
-
-
-def test_slerp_of_a_zero_vector_is_linear(tmp_path: Path) -> None:
-    zero, one = units(1.0)
-    merged = merge(tmp_path, zero, zero, one, method="slerp", drop_rate=0.0, slerp_t=0.25)
-    assert merged["w"].tolist() == [0.25] * 5000
-
-
 @pytest.mark.parametrize(("chunk", "threads"), [(1024, 7), (4096, 2), (1 << 15, 3)])
 @pytest.mark.parametrize("config", METHODS, ids=str)
 def test_every_method_gives_the_same_bytes_on_any_threads_and_chunks(
@@ -252,17 +197,6 @@ def test_every_method_gives_the_same_bytes_on_any_threads_and_chunks(
     for engine in ("numba", "plain"):
         assert_same(merge(tmp_path, base, *models, threads=threads, engine=engine, **config), usual)
     assert_same(dare_merge(base, models, DareConfig(**config)), usual)
-
-
-@pytest.mark.parametrize("rate", [0.0, 0.3, 0.9])
-def test_the_drop_rate_of_one_model_leaves_the_masks_of_the_others_alone(
-    tmp_path: Path, rate: float
-) -> None:
-    merged = merge(tmp_path, *units(1, 64), drop_rate=[rate, 0.5], rescale=False, weights=[1, 1])[
-        "w"
-    ].float()
-    assert np.array_equal(merged >= 64, mask(43, "w", 5000, 0.5))
-    assert np.array_equal(merged % 64 == 1, mask(42, "w", 5000, rate))
 
 
 # --- rules ----------------------------------------------------------------------------------------
@@ -409,13 +343,25 @@ def test_rules_from_toml_and_flags_are_the_same_and_flags_come_first(
     [
         ({"method": "slerp"}, 3, "method slerp takes 2 models, not 3"),
         ({"method": "slerp"}, 1, "method slerp takes 2 models, not 1"),
+        ({"method": "model_stock"}, 1, "method model_stock takes at least 2 models, not 1"),
+        ({"method": "nearswap"}, 2, "method nearswap takes 1 model"),
         ({"slerp_t": 0.5}, 2, "slerp_t means nothing to method linear"),
+        ({"max_iter": 5}, 2, "max_iter means nothing to method linear"),
+        ({"ridge": 0.5}, 2, "ridge means nothing to method linear"),
+        ({"method": "sce", "swap_t": 0.1}, 2, "swap_t means nothing to method sce"),
+        ({"method": "karcher", "tol": 0}, 2, "tol must be a number above 0"),
+        ({"method": "karcher", "max_iter": -1}, 2, "max_iter must be a whole number from 0 up"),
+        ({"method": "ramplus", "boost": -1}, 2, "boost must be a number from 0 up"),
+        ({"method": "wudi", "ridge": 0}, 2, "ridge must be a number above 0"),
         ({"rules": [{"match": "*", "slerp_t": 0.5}]}, 2, "slerp_t means nothing to method linear"),
         ({"keep_ratio": 0.5}, 2, "keep_ratio means nothing to method linear"),
         ({"rules": [{"match": "*", "keep_ratio": 0.5}]}, 2, "keep_ratio means nothing"),
         ({"weights": [1.0]}, 2, "weights has 1 values for 2 models"),
         ({"rules": [{"match": "*", "weights": [1.0]}]}, 2, "rule 1: weights has 1 values"),
         ({"weights": [1.0, 1.0], "method": "slerp"}, 2, "weights mean nothing to method slerp"),
+        ({"weights": [1.0, 2.0], "method": "karcher"}, 2, "weights mean nothing to method karcher"),
+        ({"weights": [1.0, -1.0], "method": "multislerp"}, 2, "the weights add up to 0"),
+        ({"weights": [1.0, -1.0], "method": "wudi"}, 2, "must not be negative"),
         ({"weights": [0.0, 0.0], "method": "ties"}, 2, "all weights are 0"),
         ({"weights": [0.0, 0.0]}, 2, "all weights are 0"),
         ({"weights": [1.0, -1.0], "method": "ties"}, 2, "must not be negative"),
@@ -459,6 +405,7 @@ def test_rules_from_toml_and_flags_are_the_same_and_flags_come_first(
         ({"rules": [{"match": []}]}, 2, "rule 1: match"),
         ({"rules": [{"match": "*"}]}, 2, "rule 1: it sets nothing"),
         ({"drop": "magnitude", "method": "slerp"}, 2, "method slerp goes with drop random only"),
+        ({"drop": "della", "method": "arcee_fusion"}, 1, "goes with drop random only"),
         (
             {
                 "drop": ["random", "della"],

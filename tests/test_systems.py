@@ -245,8 +245,6 @@ def test_a_model_larger_than_the_memory_merges(tmp_path: Path, flags: list[str])
         ({"cpu.max": "50000 100000\n"}, 1),
         ({"cpu.max": "max 100000\n"}, 8),
         ({}, 8),
-        ({"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
-        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
         ({"cpu.max": "9900000 100000"}, 8),
     ],
 )
@@ -254,7 +252,6 @@ def test_a_container_s_share_of_the_processor_counts(
     tmp_path: Path, monkeypatch: Patch, files: dict[str, str], cores: int
 ) -> None:
     for name, content in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
     monkeypatch.setattr("darelib.core.tuning.CONTROL_GROUPS", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)

@@ -1,7 +1,6 @@
 """Words for people: names that talk to terminals are shown and not obeyed, and figures are rounded
 as people do."""
 
-import itertools
 import json
 import math
 import os
@@ -34,101 +33,78 @@ TRICK = (
     "\u202e\u2066evil\u200fa\u2028b\u2029c\x0b\x0c\x1cd\U000e0041\ufeff\u00ad"
 )
 END = ".safetensors"
+SHOWN = ("--json", "-v", "--dry-run")
 
 
-def name_files(word: str) -> Iterator[tuple[Any, ...]]:
-    """Statuses with the flags that give them, and files and directories with a word in names."""
-    base = random_model(shapes={"w": (30, 5), "b": (5,)})
-    start = f"in {word}/"
-    models = {
-        "base": base,
-        "model": finetune(base, 1, 1.0),
-        "nan": {"w": base["w"] * math.nan},
-        "other": {"x": base["w"]},
-        "shape": {"w": base["w"][:7], "extra": base["b"]},
-    }
-    save(Path(start), **{name + word: tensors for name, tensors in models.items()})
-    save(Path(f"{start}several{word}"), **{f"one{word}": base})
-    sharded = save_sharded(Path(f"{start}sharded{word}"), base, [["w"], ["b"]])
-    (sharded / "model-00002-of-00002.safetensors").unlink()
+def name_models(word: str) -> Iterator[tuple[Any, ...]]:
+    """Statuses with the flags that give them: a word is in all names of files and of tensors."""
+    folder = Path(f"in {word}")
 
     def at(name: str, suffix: str = END) -> str:
-        return f"{start}{name}{word}{suffix}"
+        return str(folder / f"{name}{word}{suffix}")
 
-    Path(at("empty", "")).mkdir()
-    Path(at("broken")).write_text("x")
-    Path(at("config", ".toml")).write_text("[dare]\nx = 1")
-    merge = ["--engine=plain", "-b", at("base"), "-o", at("out"), "-m"]
-    three = [*merge, at("base"), at("model"), at("model")]
-    analyze = ["analyze", "--engine=plain", "-b", at("base"), "-m", at("model")]
-    wrong = [at(name) for name in ("nan", "other", "shape", "broken", "absent")]
-    wrong += [at(name, "") for name in ("empty", "several", "sharded")]
-    yield from (
-        *((0, *three, flag) for flag in ("--dry-run", "--json", "-v")),
-        (0, "verify", "--engine=plain", at("out")),
-        (1, "verify", at("out"), "-b", at("other")),
-        (1, "verify", at("absent")),
-        (1, *merge, at("model")),  # of another recipe
-        (0, *merge, at("shape"), "--mismatch", "overlap", "--force"),
-        (0, *merge, at("model"), "-o", at("dir", "")),
-        (0, *analyze, "--write-config", at("new", ".toml")),
-        (0, "verify", "--engine=plain", at("dir", "")),
-        (1, "verify", at("empty", "")),
-        (1, "verify", at("base")),
-        (2, *merge, at("model"), "-o", at("model")),
-        (0, *merge, at("model"), "-o", at("no", "/x.safetensors")),
-        (2, *merge, at("model"), "-o", at("x", ".bin")),
-        (1, *merge, at("model"), "-o", at("nan")),
-        *((1, *merge, path, "--force") for path in wrong),
-        *((2, "-c", at(name, ".toml")) for name in ("config", "absent")),
-    )
-
-
-def name_tensors(word: str) -> Iterator[tuple[Any, ...]]:
-    """The same, with a word in what files hold."""
     w = f"w{word}"
     base = random_model(shapes={w: (30, 5), f"a{word}.weight": (6, 4)})
-    pairs = low_rank(f"a{word}", (6, 4))
     more = base | {f"i{word}": torch.arange(3), f"q{word}.weight": torch.ones(3, dtype=torch.int8)}
     large = finetune(base, 1, 0.02) | {f"extra{word}": torch.ones(2)}
-    save(
-        Path(),
-        base=base,
-        large=large,
-        lacks={w: large[w]},
-        more=more,
-        none={f"z{word}": torch.ones(2)},
-        nan={w: base[w] * math.inf},
-        rows={w: base[w][:7]},
-        kinds={w: base[w].long()},
-        copied=more | {f"i{word}": torch.arange(3) + 1},
-    )
+    models = {
+        "base": base,
+        "large": large,
+        "lacks": {w: large[w]},
+        "more": more,
+        "none": {f"z{word}": torch.ones(2)},
+        "nan": {w: base[w] * math.inf},
+        "rows": {w: base[w][:7]},
+        "kinds": {w: base[w].long()},
+        "copied": more | {f"i{word}": torch.arange(3) + 1},
+    }
+    save(folder, **{name + word: tensors for name, tensors in models.items()})
+    save(Path(at("several", "")), **{f"one{word}": base})
+    sharded = save_sharded(Path(at("sharded", "")), base, [[w], [f"a{word}.weight"]])
+    (sharded / "model-00002-of-00002.safetensors").unlink()
+    Path(at("empty", "")).mkdir()
+    Path(at("config", ".toml")).write_text("[dare]\nx = 1")
+    Path(at("index", ".json")).write_text(json.dumps({"weight_map": {w: word + END}}))
     entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
     twice = f"{{{json.dumps(w)}: {{}}, {json.dumps(w)}: {{}}}}"
     odd = (entry | {"dtype": word}, entry | {"data_offsets": [1, 5]}, {})
     for k, header in enumerate((*(json.dumps({w: each}) for each in odd), twice)):
-        Path(f"broken{k}{END}").write_bytes(with_header(header, bytes(4 + (k == 1))))
-    Path("index.json").write_text(json.dumps({"weight_map": {w: word + END}}))
+        Path(at(f"broken{k}")).write_bytes(with_header(header, bytes(4 + (k == 1))))
+    pairs = low_rank(f"a{word}", (6, 4))
     ranks = ({}, {"rank_pattern": {f".*{word}": 3}}, {"rank_pattern": {f"({word}": 3}})
-    sound, *broken = (
-        write_adapter(Path(f"{k}"), pairs, **config)
+    sound, *wrong = (
+        str(write_adapter(Path(at(f"lora{k}", "")), pairs, **config))
         for k, config in enumerate((*ranks, {"peft_type": word}))
     )
-    broken += [Path("index.json"), write_adapter(Path("odd"), low_rank(f"gone{word}", (6, 4)))]
-    broken += sorted(Path().glob("broken*"))
-    models = ("-b", f"base{END}", "-m")
-    merge = ("--engine=plain", "-o", f"out{END}", *models)  # no kernels to tell of
-    shown = itertools.product(("large", "lacks"), ("--json", "-v", "--dry-run"))
+    wrong += [str(write_adapter(Path(at("odd", "")), low_rank(f"gone{word}", (6, 4))))]
+    wrong += [at(name) for name in ("nan", "rows", "none", "more", "absent")]
+    wrong += [at(f"broken{k}") for k in range(4)] + [at("index", ".json")]
+    wrong += [at(name, "") for name in ("empty", "several", "sharded")]
+    usual = ("--engine=plain", "-b", at("base"), "-m")  # no kernels to tell of
+    merge = ("-o", f"out{END}", *usual)
+    kept = (*usual, at("large"), "-o", at("out"))
     yield from (
-        *((0, *merge, file + END, flag) for file, flag in shown),
-        (0, "analyze", "--engine=plain", "--per-tensor", *models, f"large{END}"),
-        (0, *merge, str(sound)),
-        (0, *merge, f"kinds{END}"),
-        (0, *merge, f"large{END}", "--rule", f"{word}*:lambda_coeff=0.5"),
-        (0, *merge, f"rows{END}", "--mismatch=overlap"),
-        (0, *merge, f"copied{END}", "-b", f"more{END}"),
-        *((1, *merge, file + END) for file in ("nan", "rows", "none", "more")),
-        *((1, *merge, str(path)) for path in broken),
+        *((0, *merge, at(file), flag) for file in ("large", "lacks") for flag in SHOWN),
+        *((0, *merge, at("base"), *[at("large")] * 2, flag) for flag in SHOWN),
+        (0, *merge, sound),
+        (0, *merge, at("kinds")),
+        (0, *merge, at("large"), "--rule", f"{word}*:lambda_coeff=0.5"),
+        (0, *merge, at("rows"), "--mismatch=overlap"),
+        (0, *merge, at("copied"), "-b", at("more")),
+        *((1, *merge, path) for path in wrong),
+        (0, *kept),
+        (1, *kept, "--seed", "1"),  # of another recipe
+        (0, "verify", "--engine=plain", at("out")),
+        (1, "verify", at("out"), "-b", at("none")),
+        (0, *kept, "-o", at("dir", "")),
+        (0, "verify", "--engine=plain", at("dir", "")),
+        *((1, "verify", path) for path in (at("absent"), at("base"), at("empty", ""))),
+        (2, *kept, "-o", at("large")),
+        (0, *kept, "-o", at("no", "/x.safetensors")),
+        (2, *kept, "-o", at("x", ".bin")),
+        (1, *kept, "-o", at("nan")),
+        (0, "analyze", "--per-tensor", *usual, at("large"), "--write-config", at("new", ".toml")),
+        *((2, "-c", at(name, ".toml")) for name in ("config", "absent")),
     )
 
 
@@ -171,7 +147,7 @@ def write_words(word: str) -> Iterator[tuple[Any, ...]]:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="such names cannot be")
-@pytest.mark.parametrize("make", [name_files, name_tensors, write_words])
+@pytest.mark.parametrize("make", [name_models, write_words])
 def test_no_name_reaches_a_terminal_as_more_than_text(
     tmp_path: Path, monkeypatch: Any, capsys: Any, make: Any
 ) -> None:

@@ -24,8 +24,7 @@ from darelib.output.destination import Replaced
 from darelib.output.prepare import FilePlan
 from darelib.plan.tensors import TensorPlan
 from darelib.requests.configfile import as_literal
-from darelib.run.adapters import RankFinder, estimate_factors, open_worker
-from darelib.run.matrices import estimate_matrices, estimate_solving
+from darelib.run.matrices import RankFinder, estimate_matrices, estimate_solving, open_worker
 from darelib.run.outcomes import Outcome, Tally, explain_copied, sum_fields
 from darelib.run.rounds import measure_rate
 
@@ -270,7 +269,7 @@ def estimate_memory(plan: FilePlan, inputs: Sequence[Checkpoint]) -> int:
     waiting = [tensor.encoding.count_held(tensor.base, plan.chunk) for tensor in plan.tensors]
     threads = kept + plan.threads * (buffers + max(held) + max(waiting, default=0))
     known = TENSOR_BYTES * len(plan.tensors) * len(inputs)
-    return PROCESS_BYTES + known + threads + estimate_matrices(plan) + estimate_factors(plan)
+    return PROCESS_BYTES + known + threads + estimate_matrices(plan)
 
 
 def describe_rules(plan: FilePlan) -> Iterator[PlannedRule]:

@@ -105,7 +105,7 @@ def compare_output(
     plan: FilePlan, inputs: Sequence[Checkpoint], interrupts: Interrupts
 ) -> VerifyReport:
     """Make an output again and compare it with what is there; the first difference is an error."""
-    from darelib.run.adapters import open_worker, settle_ranks
+    from darelib.run.matrices import open_worker, settle_ranks
     from darelib.run.rounds import run_rounds
 
     started = time.perf_counter()

@@ -1,8 +1,9 @@
 """Sums of vectors, by coefficients that follow from their scalar products: to the bit, everywhere.
 
-Of floats, only what every machine rounds alike is used: + - * / and square roots; core/arc has the
-angles. Vectors are lists of coefficients here; products: of the vectors to be summed up, each with
-itself, then each with all behind it.
+Of floats, only what every machine rounds alike is used: + - * / and square roots. Angles and sines
+are found by series in whole numbers: libraries differ in the last bit of theirs. Vectors are lists
+of coefficients here; products: of the vectors to be summed up, each with itself, then each with all
+behind it.
 """
 
 import math
@@ -11,8 +12,12 @@ from functools import lru_cache
 from itertools import combinations
 from typing import Final
 
-from darelib.core.arc import ONE, divide_arc, find_angle, find_cosine, find_sine, fix
-
+# Beyond this cosine two directions count as one, and slerp is linear.
+SLERP_LINEAR: Final = 0.9995
+# Angles, sines and cosines are whole numbers of 2^-FRACTION_BITS here.
+FRACTION_BITS: Final = 128
+ONE: Final = 1 << FRACTION_BITS
+PI: Final = 0x3243F6A8885A308D313198A2E03707344
 # What mergekit takes for zero: a product of two lengths, a length (below which products have lost
 # all digits of a sum, too), and the square of a sine.
 LEAST_PRODUCT: Final = 1e-6
@@ -21,6 +26,54 @@ LEAST_SQUARE: Final = 1e-16
 ADDED: Final = 1e-8  # what multislerp adds to lengths, so that it can divide by them
 
 Products = tuple[float, ...]
+
+
+# --- angles ---------------------------------------------------------------------------------------
+
+
+def divide_arc(cosine: float, t: float) -> tuple[float, float]:
+    """The coefficients of two directions with this cosine, not 1 or -1, in their slerp at t."""
+    angle, whole = find_angle(cosine)
+    share = fix(t) * angle >> FRACTION_BITS
+    return find_sine(angle - share) / whole, find_sine(share) / whole
+
+
+def find_angle(cosine: float) -> tuple[int, int]:
+    """The angle of a cosine between -1 and 1, and its sine."""
+    angle = fix(math.acos(cosine))
+    wanted = fix(cosine)
+    sine = math.isqrt(ONE * ONE - wanted * wanted)
+    # Newton's method, from the library's angle to one of twice as many digits.
+    angle += ((find_cosine(angle) - wanted) << FRACTION_BITS) // sine
+    return angle, sine
+
+
+def fix(x: float) -> int:
+    top, bottom = x.as_integer_ratio()
+    return (top << FRACTION_BITS) // bottom
+
+
+def find_cosine(x: int) -> int:
+    """By halves of the angle, as cos x = 1 - 2 (sin x/2)^2."""
+    return ONE - (find_sine(x // 2) ** 2 >> FRACTION_BITS - 1)
+
+
+def find_sine(x: int) -> int:
+    x %= 2 * PI
+    if x > PI:
+        return -find_sine(x - PI)
+    x = min(x, PI - x)
+    square = x * x >> FRACTION_BITS
+    term = total = x
+    n = 1
+    while term:
+        term = (term * square >> FRACTION_BITS) // -((n + 1) * (n + 2))
+        total += term
+        n += 2
+    return total
+
+
+# --- sums -----------------------------------------------------------------------------------------
 
 
 class Space:
@@ -38,17 +91,27 @@ class Space:
         return [math.fsum(map(float.__mul__, row, vector)) for row in self.rows]
 
     def measure(self, vector: Sequence[float]) -> float:
-        """Its length."""
         return math.sqrt(max(0.0, math.fsum(map(float.__mul__, self.multiply(vector), vector))))
 
     def normalize(self, vector: Sequence[float]) -> list[float]:
-        """Its direction."""
         length = self.measure(vector)
         return [coefficient / length for coefficient in vector]
 
 
 def clip(cosine: float) -> float:
     return max(-1.0, min(1.0, cosine))
+
+
+@lru_cache(64)
+def slerp_weights(first: float, second: float, product: float, t: float) -> tuple[float, float]:
+    """The coefficients of two vectors in their slerp at t.
+
+    first, second: their squared lengths; product: their scalar product.
+    """
+    cosine = product / math.sqrt(first) / math.sqrt(second) if first > 0 and second > 0 else 1.0
+    if not abs(cosine) <= SLERP_LINEAR:  # also where it is no number, which the merge will report
+        return 1 - t, t
+    return divide_arc(cosine, t)
 
 
 @lru_cache(64)
@@ -66,7 +129,7 @@ def find_stock(products: Products, count: int) -> Products:
 
 @lru_cache(64)
 def find_arc(products: Products, t: float) -> Products:
-    """Slerp of two; unlike that of core/arc, up to the smallest angles, and from a vector of 0."""
+    """Slerp of two; unlike slerp_weights, up to the smallest angles, and from a vector of 0."""
     first, second = (max(length, LEAST_LENGTH) for length in Space(products, 2).lengths)
     cosine = clip(products[2] / first / second)
     is_line = (1 - cosine) * (1 + cosine) <= LEAST_SQUARE

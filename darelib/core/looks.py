@@ -2,7 +2,7 @@
 
 import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -28,11 +28,6 @@ class Found:
     by_row: Any = None
     width: int = 1  # of a row
     change: Any = None  # the merged delta itself, where a method takes matrices as a whole
-
-
-def rank_of_floor(keep_ratio: float, survivors: int) -> int:
-    """How many surviving entries trim keeps: the largest, and all that equal the last of them."""
-    return max(1, int(keep_ratio * survivors))
 
 
 @dataclass(eq=False)
@@ -147,7 +142,8 @@ class BoundsLook(Look):
         """Which entries of a model to find, of so many, counted from the largest down."""
         return self.settings.thinnings[model].list_ends(self.count)
 
-    def record(self, found: list[list[End]]) -> None:
+    def record(self, found: Sequence[Sequence[End]]) -> None:
+        """Note what follows from these entries, of each model."""
         pairs = zip(self.models, found, strict=True)
         self.found.bounds = tuple(self.settings.thinnings[i].find_bounds(ends) for i, ends in pairs)
 
@@ -156,9 +152,10 @@ class TrimLook(BoundsLook):
     """The smallest |delta| that trim keeps of what survives the drop, found in the same way."""
 
     def number(self, model: int, survivors: int) -> tuple[int, ...]:
-        return (rank_of_floor(self.settings.keep_ratio, survivors),) if survivors else ()
+        """How many are kept: the largest, and all that equal the last of them."""
+        return (max(1, int(self.settings.keep_ratio * survivors)),) if survivors else ()
 
-    def record(self, found: list[list[End]]) -> None:
+    def record(self, found: Sequence[Sequence[End]]) -> None:
         self.found.floors = tuple(ends[0].size if ends else 0.0 for ends in found)
 
 
@@ -166,14 +163,17 @@ class TrimLook(BoundsLook):
 class ChunkLook(Look):
     """Adds up what a kernel finds in each chunk, in the chunks' order."""
 
-    _chunks: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    _chunks: dict[int, Any] = field(default_factory=dict)  # or in each job
 
-    def fold(self) -> tuple[float, ...]:
-        return fold_columns([self._chunks.pop(start) for start in sorted(self._chunks)])
+    def conclude(self, number: int) -> None:
+        self.record(fold_columns([self._chunks.pop(start) for start in sorted(self._chunks)]))
+
+    def record(self, sums: Sequence[float]) -> None:
+        """Note what follows from the sums."""
 
 
 class SumsLook(ChunkLook):
-    """The sums of |delta| before and after the drop, for each model."""
+    """The sums of |delta|, for each model, then of what the drop keeps of it, for each model."""
 
     kernel = "sums"
 
@@ -181,16 +181,11 @@ class SumsLook(ChunkLook):
         records = buffers.models[: len(self.models)]
         self._chunks[start] = (*records["size"].tolist(), *records["kept_size"].tolist())
 
-    def conclude(self, number: int) -> None:
-        self.found.factors = find_factors(self.settings, self.models, self.fold())
-
-
-def find_factors(
-    settings: TensorSettings, models: Sequence[int], sums: Sequence[float]
-) -> tuple[float, ...]:
-    """sums: of |delta|, for each model, then of what is kept of it, for each model."""
-    triples = zip(models, sums[: len(models)], sums[len(models) :], strict=True)
-    return tuple(settings.thinnings[i].find_factor(size, kept) for i, size, kept in triples)
+    def record(self, sums: Sequence[float]) -> None:
+        number = len(self.models)
+        thinnings = [self.settings.thinnings[i] for i in self.models]
+        triples = zip(thinnings, sums[:number], sums[number:], strict=True)
+        self.found.factors = tuple(own.find_factor(size, kept) for own, size, kept in triples)
 
 
 class GramLook(ChunkLook):
@@ -205,8 +200,8 @@ class GramLook(ChunkLook):
     def add_chunk(self, start: int, count: int, buffers: Any) -> None:
         self._chunks[start] = tuple(buffers.find_products(count).tolist())
 
-    def conclude(self, number: int) -> None:
-        self.found.products = self.fold()
+    def record(self, sums: Sequence[float]) -> None:
+        self.found.products = tuple(sums)
 
 
 class ArcLook(GramLook):
@@ -246,7 +241,7 @@ class VarianceLook(BoundsLook):
         chosen = int(self.settings.keep_ratio * survivors)
         return (chosen,) if chosen and model == self.models[0] else ()
 
-    def record(self, found: list[list[End]]) -> None:
+    def record(self, found: Sequence[Sequence[End]]) -> None:
         self.found.bound = found[0][0].size if found[0] else math.inf
 
 
@@ -261,62 +256,49 @@ class SquaresLook(ChunkLook):
     def describe(self, buffers: Any, number: int) -> None:
         buffers.tensor["bound"] = self.found.bound
 
-    def conclude(self, number: int) -> None:
-        self.found.shares = find_shares(self.fold(), self.count)
+    def record(self, sums: Sequence[float]) -> None:
+        means = [square / self.count for square in sums]
+        total = math.fsum(means)
+        if total < LEAST_SHARE:
+            self.found.shares = (1 / len(means),) * len(means)
+        else:
+            self.found.shares = tuple(mean / total for mean in means)
 
 
-def find_shares(squares: Sequence[float], count: int) -> tuple[float, ...]:
-    """squares: the sums of them, over so many entries."""
-    means = [square / count for square in squares]
-    total = math.fsum(means)
-    if total < LEAST_SHARE:
-        return (1 / len(means),) * len(means)
-    return tuple(mean / total for mean in means)
-
-
-@dataclass(eq=False)
-class OverlapLook(Look):
-    """Ramplus: how many entries a model changes alone, and how many with others."""
+class OverlapLook(ChunkLook):
+    """Ramplus: how many entries each model changes alone, and how many with others."""
 
     kernel = "overlap"
-    _alone: Any = 0
-    _shared: Any = 0
 
     def describe(self, buffers: Any, number: int) -> None:
         buffers.models["floor"][: len(self.models)] = self.settings.threshold
 
     def add_job(self, start: int, stop: int, buffers: Any) -> None:
         records = buffers.models[: len(self.models)]
-        self._alone = self._alone + records["alone"]
-        self._shared = self._shared + records["shared"]
+        self._chunks[start] = (*records["alone"].tolist(), *records["shared"].tolist())
 
-    def conclude(self, number: int) -> None:
-        counts = zip(self._alone.tolist(), self._shared.tolist(), strict=True)
-        self.found.boosts = find_boosts(self.settings, counts)
-
-
-def find_boosts(settings: TensorSettings, counts: Iterable[Sequence[int]]) -> tuple[float, ...]:
-    """counts: by model, of the entries that it changes alone, and with others."""
-    ratios = [shared / max(alone, settings.threshold) if alone else 0.0 for alone, shared in counts]
-    return tuple(1 + settings.boost * min(ratio, settings.boost_limit) for ratio in ratios)
+    def record(self, sums: Sequence[float]) -> None:
+        own = self.settings
+        pairs = zip(sums[: len(self.models)], sums[len(self.models) :], strict=True)
+        ratios = [shared / max(alone, own.threshold) if alone else 0.0 for alone, shared in pairs]
+        self.found.boosts = tuple(1 + own.boost * min(each, own.boost_limit) for each in ratios)
 
 
-@dataclass(eq=False)
-class DivergenceLook(Look):
+class DivergenceLook(ChunkLook):
     """Fusion: how far the fine-tune's softmax of each row is from the base's."""
 
     kernel = "diverge"
     of_rows = True
-    _rows: dict[int, Any] = field(default_factory=dict)
 
     def add_chunk(self, start: int, count: int, buffers: Any) -> None:
         """count: of rows."""
-        self._rows[start] = buffers.by_entry[:count].copy()
+        self._chunks[start] = buffers.by_entry[:count].copy()
 
     def conclude(self, number: int) -> None:
         import numpy as np
 
-        self.found.by_row = np.concatenate([self._rows.pop(start) for start in sorted(self._rows)])
+        found = [self._chunks.pop(start) for start in sorted(self._chunks)]
+        self.found.by_row = np.concatenate(found)
 
 
 class ImportanceLook(BoundsLook):
@@ -330,26 +312,17 @@ class ImportanceLook(BoundsLook):
     ends = 3
 
     def number(self, model: int, survivors: int) -> tuple[int, ...]:
-        return number_quartiles(survivors)
+        return tuple(survivors - int(share * (survivors - 1)) for share in (0.25, 0.5, 0.75))
 
-    def record(self, found: list[list[End]]) -> None:
-        quartiles = [end.size for end in found[0]]
-        self.found.by_row = find_row_floors(self.found.by_row, quartiles)
+    def record(self, found: Sequence[Sequence[End]]) -> None:
+        """The |delta| from which |delta| * divergence is an outlier; in float32."""
+        import numpy as np
 
-
-def number_quartiles(count: int) -> tuple[int, ...]:
-    """Of so many entries, counted from the largest down."""
-    return tuple(count - int(share * (count - 1)) for share in (0.25, 0.5, 0.75))
-
-
-def find_row_floors(divergences: Any, quartiles: Sequence[float]) -> Any:
-    """The |delta| from which |delta| * divergence is an outlier; in float32."""
-    import numpy as np
-
-    low, middle, high = quartiles
-    least = middle + 1.5 * (high - low)
-    if least == 0:  # which all entries reach
-        return divergences * 0
-    with np.errstate(divide="ignore", over="ignore"):
-        # A number over an array of torch's would be a product with the inverse.
-        return (divergences * 0 + least) / divergences
+        low, middle, high = (end.size for end in found[0])
+        least = middle + 1.5 * (high - low)
+        floors = self.found.by_row * 0 + least
+        if least > 0:  # else all entries reach it
+            with np.errstate(divide="ignore", over="ignore"):
+                # A number over an array of torch's would be a product with the inverse.
+                floors = floors / self.found.by_row
+        self.found.by_row = floors

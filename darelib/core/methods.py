@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import Final
 
-from darelib.core.arc import slerp_weights
 from darelib.core.combinations import (
     LEAST_PRODUCT,
     Products,
@@ -19,6 +18,7 @@ from darelib.core.combinations import (
     find_direction,
     find_karcher,
     find_stock,
+    slerp_weights,
 )
 from darelib.core.drops import Bounds, Thinning
 from darelib.core.looks import (

@@ -60,18 +60,16 @@ def encode(values: Array) -> Array:
     given = values.reshape(-1)
     stored = np.empty(len(given), np.uint8)
     for k in range(0, len(given), PIECE):
-        stored[k : k + PIECE] = _encode_piece(given[k : k + PIECE])
+        piece = given[k : k + PIECE]
+        bits = piece.view(np.uint32)
+        # 2^20 times the power of two below a value, but no lower than that below the smallest
+        # normal one: in a sum with it, float32 has room for just the bits that FP8 keeps, and
+        # rounds to them.
+        power = np.maximum(bits & np.uint32(0x7F800000), np.uint32(121 << 23)) + np.uint32(20 << 23)
+        kept = (np.abs(piece) + power.view(np.float32)).view(np.uint32) & np.uint32(0xFF)
+        sign = bits >> np.uint32(24) & np.uint32(0x80)
+        stored[k : k + PIECE] = (power >> np.uint32(20)) - np.uint32(141 << MANTISSA) + kept + sign
     return stored.reshape(values.shape)
-
-
-def _encode_piece(values: Array) -> Array:
-    bits = values.view(np.uint32)
-    # 2^20 times the power of two below a value, but no lower than that below the smallest normal
-    # one: in a sum with it, float32 has room for just the bits that FP8 keeps, and rounds to them.
-    power = np.maximum(bits & np.uint32(0x7F800000), np.uint32(121 << 23)) + np.uint32(20 << 23)
-    kept = (np.abs(values) + power.view(np.float32)).view(np.uint32) & np.uint32(0xFF)
-    sign = bits >> np.uint32(24) & np.uint32(0x80)
-    return (power >> np.uint32(20)) - np.uint32(141 << MANTISSA) + kept + sign
 
 
 def spread(

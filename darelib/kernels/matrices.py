@@ -162,9 +162,8 @@ def find_factor(merged: Array, changes: Sequence[Change], norm_limit: float) -> 
         for each in changes
     ]
     mean = sum(each.weight * each.scale * each.square**0.5 for each in changes) / total
-    most = float(len(changes))
-    held = sum(shares) / total
-    return min(1 / max(held, 1 / most), norm_limit * mean / size)
+    held = max(sum(shares) / total, 1 / len(changes))
+    return min(1 / held, norm_limit * mean / size)
 
 
 def solve(
@@ -241,16 +240,6 @@ def mirror(gram: Array) -> None:
         gram[:start, start:end] = gram[start:end, :start].T
 
 
-def sum_squares(gram: Array) -> float:
-    """Of all entries; what is above the diagonal is not looked at."""
-    total: Any = 0
-    for start, end in list_blocks(len(gram)):
-        below = gram[start:end, :start]
-        own = gram[start:end, start:end]
-        total = total + 2 * (below**2).sum() + (own**2).sum()
-    return float(total)
-
-
 def multiply(factor: Array, matrix: Array, axis: int) -> Array:
     """factor matrix, or of the transposed matrix (axis 1), transposed back."""
     return factor @ matrix if axis == 0 else matrix @ factor.T
@@ -258,19 +247,19 @@ def multiply(factor: Array, matrix: Array, axis: int) -> Array:
 
 def solve_side(gram: Array, right: Array, axis: int, ridge: float, largest_error: float) -> None:
     """Divide by a weighted sum of Gram matrices plus the ridge, in place. gram is overwritten."""
-    side = len(gram)
-    if ERROR_FACTOR * sum_squares(gram) / side / ridge > largest_error:
+    mirror(gram)
+    flat = gram.reshape(-1)
+    if ERROR_FACTOR * float(flat @ flat) / len(gram) / ridge > largest_error:
         raise TooRough
-    gram.reshape(-1)[:: side + 1] += ridge
+    flat[:: len(gram) + 1] += ridge
     lib = library(gram)
     if lib is np:
         inverses = factorise(gram)
         divide(gram, inverses, right, axis)
         divide(gram, inverses, right, axis, backwards=True)
-        return
-    mirror(gram)
-    rows = right if axis == 0 else right.T
-    rows.copy_(lib.cholesky_solve(rows, lib.linalg.cholesky(gram)))
+    else:
+        rows = right if axis == 0 else right.T
+        rows.copy_(lib.cholesky_solve(rows, lib.linalg.cholesky(gram)))
 
 
 # Cholesky's factor L, and what is solved by it, by NumPy's products of halves: its own way to solve

@@ -6,7 +6,6 @@ and there is one rounding at the very end, to nearest even. A tensor is a flat a
 that ask for an array's library do the same to torch's tensors.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final
@@ -18,23 +17,19 @@ from darelib.core.formats import FORMATS, widen
 from darelib.core.looks import (
     ArcLook,
     BoundsLook,
+    ChunkLook,
     DivergenceLook,
     Found,
     GramLook,
     ImportanceLook,
+    Look,
     MatrixLook,
     OverlapLook,
     SquaresLook,
     SumsLook,
     TrimLook,
     VarianceLook,
-    find_boosts,
-    find_factors,
-    find_row_floors,
-    find_shares,
     fold_columns,
-    number_quartiles,
-    rank_of_floor,
 )
 from darelib.core.mask import MASK_BITS, ROUNDS, TILE, mask_key
 from darelib.core.matrices import LONGEST_SIDE, Matrices, find_matrices
@@ -47,6 +42,7 @@ from darelib.kernels.arrays import Array, add_up, library
 Part = tuple[Array, Array, Array | None]
 # A tensor in pieces of 2^k tiles: the base's values there, and the parts of some of the models.
 Pieces = Callable[[Sequence[int], Found], Iterator[tuple[Array, dict[int, Part]]]]
+Sums = tuple[float, ...]
 
 
 # --- the mask -------------------------------------------------------------------------------------
@@ -207,7 +203,7 @@ def merge_parts(
 # --- what methods must know of a whole tensor ----------------------------------------------
 
 
-def multiply_ends(origin: Array, kept: Mapping[int, Array], count: int) -> tuple[float, ...]:
+def multiply_ends(origin: Array, kept: Mapping[int, Array], count: int) -> Sums:
     """The scalar products of so many ends, each with itself, then each with all behind it.
 
     An end is origin + kept, where the origin is the base, or 0.
@@ -223,24 +219,17 @@ def multiply_ends(origin: Array, kept: Mapping[int, Array], count: int) -> tuple
     return (*squares, *products)
 
 
-def add_sizes(parts: Iterable[Part], kept: Iterable[Array]) -> tuple[float, ...]:
+def add_sizes(parts: Iterable[Part], kept: Iterable[Array]) -> Sums:
     """The sums of |delta|, then of what is kept."""
     deltas = (delta for delta, *_ in parts)
     return tuple(add_up(abs(row)) for row in (*deltas, *kept))
 
 
 def thin_for_look(
-    settings: TensorSettings, parts: Mapping[int, Part], found: Found
+    settings: TensorSettings, parts: Mapping[int, Part], found: Found, floor: float = 0.0
 ) -> dict[int, Array]:
     scales = weigh_for_look(settings, list(parts), found).scales
-    return {i: thin(*parts[i], scale) for i, scale in zip(parts, scales, strict=True)}
-
-
-def list_sizes(pieces: Pieces, i: int, found: Found) -> Array:
-    """|delta| of what is kept of a model."""
-    parts = (opened[i] for _, opened in pieces([i], found))  # one at a time: they take memory
-    sizes = [abs(delta[mask]) for delta, mask, _ in parts]
-    return library(sizes[0]).concatenate(sizes)
+    return {i: thin(*parts[i], scale, floor) for i, scale in zip(parts, scales, strict=True)}
 
 
 def find_size(sizes: Array, number: int) -> float:
@@ -256,129 +245,109 @@ def find_end(sizes: Array, number: int) -> End:
     return End(size, number - int((sizes > size).sum()), int((sizes == size).sum()))
 
 
-def find_bounds(
-    settings: TensorSettings, models: Sequence[int], pieces: Pieces, found: Found
-) -> None:
-    """Drops by size: for each model with one, the smallest and the largest |delta| it keeps."""
-    bounds = []
-    for i in models:
-        thinning = settings.thinnings[i]
-        sizes = list_sizes(pieces, i, found) if thinning.scheme.ends else ()
-        ends = [find_end(sizes, number) for number in thinning.list_ends(len(sizes))]
-        bounds.append(thinning.find_bounds(ends))
-    found.bounds = tuple(bounds)
+def find_ends(list_scores: Callable[..., Array], look: BoundsLook, pieces: Pieces) -> None:
+    """For looks that ask for entries by their numbers in the order of some score."""
+    ends = []
+    for i in look.models:
+        scores = list_scores(look, pieces, i)
+        ends.append([find_end(scores, number) for number in look.number(i, len(scores))])
+    look.record(ends)
 
 
-def find_sums(
-    settings: TensorSettings, models: Sequence[int], pieces: Pieces, found: Found
-) -> None:
-    """The factors that restore the sums of |delta|."""
-    sums = [
-        add_sizes(parts.values(), thin_for_look(settings, parts, found).values())
-        for _, parts in pieces(models, found)
-    ]
-    found.factors = find_factors(settings, models, fold_columns(sums))
+def list_kept(look: Look, pieces: Pieces, i: int) -> Array:
+    """|delta| of what is kept of a model."""
+    parts = (opened[i] for _, opened in pieces([i], look.found))  # one at a time: they take memory
+    sizes = [abs(delta[mask]) for delta, mask, _ in parts]
+    return library(sizes[0]).concatenate(sizes)
 
 
-def find_floors(
-    settings: TensorSettings, models: Sequence[int], pieces: Pieces, found: Found
-) -> None:
-    """Trim: for each model, the smallest |delta| that is kept of those that survived the drop."""
-    survivors = (list_sizes(pieces, i, found) for i in models)
-    found.floors = tuple(
-        find_size(sizes, rank_of_floor(settings.keep_ratio, len(sizes))) if len(sizes) else 0.0
-        for sizes in survivors
-    )
+def list_bounded(look: Look, pieces: Pieces, i: int) -> Array:
+    """The same, if the model's drop is by size."""
+    return list_kept(look, pieces, i) if look.settings.thinnings[i].scheme.ends else ()
 
 
-def find_products(
-    settings: TensorSettings, models: Sequence[int], pieces: Pieces, found: Found
-) -> None:
-    """Those of all models: one without the tensor has the base's."""
-    products = []
-    for base, parts in pieces(models, found):
-        origin = base if settings.origin == ZERO else library(base).zeros_like(base)
-        kept = thin_for_look(settings, parts, found)
-        products.append(multiply_ends(origin, kept, len(settings.weights)))
-    found.products = fold_columns(products)
+def list_variances(look: Look, pieces: Pieces, i: int) -> Array:
+    """Those of all models, with the first of them."""
+    if i != look.models[0]:
+        return ()
+    found = []
+    for _, parts in pieces(look.models, look.found):
+        rows = thin_for_look(look.settings, parts, look.found)
+        found.append(entries.find_variance(list(rows.values())))
+    scores = library(found[0]).concatenate(found)
+    return scores[scores > 0]
 
 
-def find_variance(
-    settings: TensorSettings, models: Sequence[int], pieces: Pieces, found: Found
-) -> None:
-    """Sce: what the variance of an entry over the models must reach."""
-    opened = (thin_for_look(settings, parts, found) for _, parts in pieces(models, found))
-    found_in = [entries.find_variance(list(rows.values())) for rows in opened]
-    scores = library(found_in[0]).concatenate(found_in)
-    scores = scores[scores > 0]
-    chosen = int(settings.keep_ratio * len(scores))
-    found.bound = find_size(scores, chosen) if chosen else math.inf
+def list_importance(look: Look, pieces: Pieces, i: int) -> Array:
+    opened = [abs(parts[i][0]) for _, parts in pieces([i], look.found)]
+    sizes = library(opened[0]).concatenate(opened)
+    return sizes * entries.spread(look.found.by_row, look.found.width, 0, len(sizes), sizes)
 
 
-def find_squares(
-    settings: TensorSettings, models: Sequence[int], pieces: Pieces, found: Found
-) -> None:
-    sums = []
-    count = 0
-    for base, parts in pieces(models, found):
-        rows = list(thin_for_look(settings, parts, found).values())
-        chosen = entries.select_rows(rows, found.bound)
-        sums.append(tuple(add_up(row * row) for row in chosen))
-        count += len(base)
-    found.shares = find_shares(fold_columns(sums), count)
+def add_pieces(list_sums: Callable[..., Sums], look: ChunkLook, pieces: Pieces) -> None:
+    """For looks that ask for sums."""
+    opened = pieces(look.models, look.found)
+    look.record(fold_columns([list_sums(look, base, parts) for base, parts in opened]))
 
 
-def find_overlap(
-    settings: TensorSettings, models: Sequence[int], pieces: Pieces, found: Found
-) -> None:
-    counts = np.zeros((len(models), 2), np.uint64)
-    for _, parts in pieces(models, found):
-        scales = weigh_for_look(settings, models, found).scales
-        pairs = zip(parts.values(), scales, strict=True)
-        rows = [thin(*part, scale, settings.threshold) for part, scale in pairs]
-        counts += entries.count_overlap(rows)
-    found.boosts = find_boosts(settings, counts.tolist())
+def sum_sizes(look: Look, _: Array, parts: Mapping[int, Part]) -> Sums:
+    return add_sizes(parts.values(), thin_for_look(look.settings, parts, look.found).values())
 
 
-def find_divergences(
-    _: TensorSettings, models: Sequence[int], pieces: Pieces, found: Found
-) -> None:
-    opened = [(base, parts[models[0]][0]) for base, parts in pieces(models, found)]
+def sum_products(look: Look, base: Array, parts: Mapping[int, Part]) -> Sums:
+    """Of all models: one without the tensor has the base's."""
+    origin = base if look.settings.origin == ZERO else library(base).zeros_like(base)
+    kept = thin_for_look(look.settings, parts, look.found)
+    return multiply_ends(origin, kept, len(look.settings.weights))
+
+
+def sum_squares(look: Look, _: Array, parts: Mapping[int, Part]) -> Sums:
+    rows = list(thin_for_look(look.settings, parts, look.found).values())
+    return tuple(add_up(row * row) for row in entries.select_rows(rows, look.found.bound))
+
+
+def sum_changes(look: Look, _: Array, parts: Mapping[int, Part]) -> Sums:
+    rows = thin_for_look(look.settings, parts, look.found, look.settings.threshold).values()
+    return tuple(entries.count_overlap(list(rows)).T.ravel().tolist())
+
+
+def find_divergences(look: Look, pieces: Pieces) -> None:
+    [i] = look.models
+    opened = [(base, parts[i][0]) for base, parts in pieces([i], look.found)]
     lib = library(opened[0][0])
     base, delta = (lib.concatenate(each) for each in zip(*opened, strict=True))
-    found.by_row = entries.find_divergences(base, delta, found.width)
+    look.found.by_row = entries.find_divergences(base, delta, look.found.width)
 
 
-def find_importance(_: TensorSettings, models: Sequence[int], pieces: Pieces, found: Found) -> None:
-    opened = [abs(parts[models[0]][0]) for _, parts in pieces(models, found)]
-    sizes = library(opened[0]).concatenate(opened)
-    scores = sizes * entries.spread(found.by_row, found.width, 0, len(sizes), sizes)
-    quartiles = [find_size(scores, number) for number in number_quartiles(len(scores))]
-    found.by_row = find_row_floors(found.by_row, quartiles)
-
-
-LOOKS: Final = {
-    VarianceLook: find_variance,
-    SquaresLook: find_squares,
-    OverlapLook: find_overlap,
+LOOKS: Final[Mapping[type[Look], Callable[..., None]]] = {
+    BoundsLook: partial(find_ends, list_bounded),
+    TrimLook: partial(find_ends, list_kept),
+    VarianceLook: partial(find_ends, list_variances),
+    ImportanceLook: partial(find_ends, list_importance),
+    SumsLook: partial(add_pieces, sum_sizes),
+    GramLook: partial(add_pieces, sum_products),
+    ArcLook: partial(add_pieces, sum_products),
+    SquaresLook: partial(add_pieces, sum_squares),
+    OverlapLook: partial(add_pieces, sum_changes),
     DivergenceLook: find_divergences,
-    ImportanceLook: find_importance,
-    BoundsLook: find_bounds,
-    SumsLook: find_sums,
-    TrimLook: find_floors,
-    GramLook: find_products,
-    ArcLook: find_products,
     MatrixLook: lambda *_: None,  # it is the merge itself, below
 }
 
 
 def look_up(
-    settings: TensorSettings, models: Sequence[int], pieces: Pieces, count: int, width: int
+    settings: TensorSettings,
+    models: Sequence[int],
+    pieces: Pieces,
+    count: int,
+    bits: int,
+    width: int,
 ) -> Found:
-    """What must be known of a whole tensor, of so many entries, before it is merged."""
+    """What must be known of a whole tensor before it is merged: of so many entries, each of so many
+    bits, in rows of this width.
+    """
     found = Found(width=width)
-    for look in choose_looks(settings, models) if models and count else ():
-        LOOKS[look](settings, models, pieces, found)
+    for kind in choose_looks(settings, models) if models and count else ():
+        LOOKS[kind](kind(settings, models, count, bits, found), pieces)
     return found
 
 
@@ -414,17 +383,13 @@ def merge_whole(
     settings: TensorSettings, thinned: Mapping[int, Array], matrices: Matrices | None
 ) -> Array:
     """The merged delta of a tensor, flat. thinned: by number, the deltas of models that have it."""
-    count, rows, columns = matrices or (1, 1, 1)
-    deltas = [
-        thinned[i] if i in thinned else np.zeros(count * rows * columns)
-        for i in range(len(settings.weights))
-    ]
-    shaped = [delta.reshape(count, rows, columns) for delta in deltas]
+    shape = matrices or (1, 1, 1)
+    none = np.zeros(shape)
+    models = range(len(settings.weights))
+    shaped = [thinned[i].reshape(shape) if i in thinned else none for i in models]
     merged = [
-        merge_matrices(
-            [delta[k] for delta in shaped], settings.weights, settings.ridge, settings.norm_limit
-        )
-        for k in range(count)
+        merge_matrices(list(deltas), settings.weights, settings.ridge, settings.norm_limit)
+        for deltas in zip(*shaped, strict=True)
     ]
     return np.concatenate(merged).reshape(-1)
 
@@ -485,7 +450,7 @@ def merge_tensor(
             parts[i] = keep(delta, bits, thresholds, bounds.get(i), thinning.divides_each)
         yield start, parts
 
-    found = look_up(settings, models, open_whole, len(start), width)
+    found = look_up(settings, models, open_whole, len(start), FORMATS[real].bits, width)
     coefficients = METHODS[settings.method].weigh(settings, models, found)
     [(_, parts)] = open_whole(models, found)
     if METHODS[settings.method].whole:

@@ -1,7 +1,7 @@
 """One tensor in memory: the same merge, bit for bit, by torch's operations on any device."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -44,58 +44,38 @@ class Solutions:
 
     def __init__(self) -> None:
         self._known: dict[object, dict[str, Tensor]] = {}  # by settings, the latest last
-        self._changes: dict[str, Tensor] = {}
 
     def open(self, key: object) -> None:
         """Choose those of some settings."""
-        self._changes = self._known.pop(key, {})
-        self._known[key] = self._changes
-        while len(self._known) > MOST_SOLUTIONS:
+        self.changes = self._known.pop(key, {})
+        self._known[key] = self.changes
+        if len(self._known) > MOST_SOLUTIONS:
             self._known.pop(next(iter(self._known)))
-
-    def get(self, name: str) -> Tensor | None:
-        return self._changes.get(name)
 
     def keep(self, name: str, change: Tensor) -> None:
         """Remember a change, so long as there is room for as much again."""
         free = torch.cuda.mem_get_info(change.device)[0] if change.is_cuda else change.nbytes * 2
         if change.nbytes * 2 <= free:
-            self._changes[name] = change
+            self.changes[name] = change
 
 
+@dataclass
 class TensorMerge:
     """One tensor's merge: the operations of darelib.kernels.plain in their order, so that the bits
     are the same.
-
-    parts: of the models that have it, by number; flat, with as many elements as the base. keys: of
-    their masks. draw: draws these on the base's device, if not as plain does. matrices: what it
-    consists of, where these are merged as a whole. solutions: where their changes are remembered.
     """
 
-    def __init__(
-        self,
-        name: str,
-        settings: TensorSettings,
-        base: Tensor,
-        parts: Mapping[int, Tensor],
-        keys: Mapping[int, tuple[int, int]],
-        draw: Draw | None = None,
-        matrices: Matrices | None = None,
-        solutions: Solutions | None = None,
-    ) -> None:
-        self.name = name
-        self.settings = settings
-        self.base = base
-        self.flat = base.reshape(-1)
-        self.parts = parts
-        self.keys = keys
-        self.matrices = matrices
-        self.solutions = solutions or Solutions()
-        self.draw = draw or partial(
-            plain.draw_bits, arange=partial(torch.arange, device=base.device)
-        )
+    name: str
+    settings: TensorSettings
+    base: Tensor
+    parts: Mapping[int, Tensor]  # of the models that have it; flat, of as many elements as the base
+    keys: Mapping[int, tuple[int, int]]  # of their masks
+    draw: Draw  # draws these, on the base's device
+    matrices: Matrices | None  # what it consists of, where these are merged as a whole
+    solutions: Solutions  # where their changes are remembered
 
     def run(self, output: Tensor) -> None:
+        self.flat = self.base.reshape(-1)
         self.dtype = output.dtype
         types = {self.dtype, self.base.dtype, *(part.dtype for part in self.parts.values())}
         self.real = torch.float64 if torch.float64 in types else torch.float32
@@ -104,10 +84,12 @@ class TensorMerge:
         ranked = any(thinning.scheme.thresholds for thinning in self.settings.thinnings)
         at_once = output.is_contiguous() and not ranked
         target = output.view(-1) if at_once else torch.empty_like(self.flat, dtype=self.dtype)
-        width = self._width
-        found = plain.look_up(self.settings, models, self._open_pieces, len(self.flat), width)
+        width = self.base.shape[-1] if self.base.shape else 1
+        bits = torch.finfo(self.real).bits
+        count = len(self.flat)
+        found = plain.look_up(self.settings, models, self._open_pieces, count, bits, width)
         coefficients = METHODS[self.settings.method].weigh(self.settings, models, found)
-        change = self.solutions.get(self.name)
+        change = self.solutions.changes.get(self.name)
         if self.matrices and change is None:
             change = self._solve(found)
             self.solutions.keep(self.name, change)
@@ -152,10 +134,6 @@ class TensorMerge:
         ]
         return torch.stack(merged).view(-1)
 
-    @property
-    def _width(self) -> int:
-        return self.base.shape[-1] if self.base.shape else 1
-
     def _read(self, flat: Tensor, start: int, stop: int) -> Tensor:
         return flat[start:stop].to(self.real)
 
@@ -179,7 +157,7 @@ class TensorMerge:
         bits = self.draw(self.keys[i], start // TILE, -(-len(base) // TILE))[: len(base)]
         thresholds = thinning.threshold
         if thinning.scheme.thresholds:  # by ranks, which whole rows decide
-            width = self._width
+            width = found.width
             first = start // width * width
             last = -(-stop // width) * width
             whole = self._read(self.parts[i], first, last) - self._read(self.flat, first, last)

@@ -18,7 +18,8 @@ from darelib.core.mask import mask_key
 from darelib.core.methods import LINEAR, METHODS
 from darelib.core.settings import TensorSettings
 from darelib.core.text import LOG, ConfigError, DareError
-from darelib.kernels.tensors import Solutions, TensorMerge, explain_broken
+from darelib.kernels.plain import draw_bits
+from darelib.kernels.tensors import Draw, Solutions, TensorMerge, explain_broken
 from darelib.models.memory import STATE_DICT_HINT, StateDict, check_state_dict
 from darelib.plan.buffers import find_buffer
 from darelib.plan.plan import MergePlan, plan_merge
@@ -30,7 +31,6 @@ from darelib.run.worker import explain_quantised
 Tensor = torch.Tensor
 MOST_PLANS: Final = 8  # that are kept: searches merge the same tensors again and again
 TORCH_TYPES: Final = {stored: getattr(torch, name) for name, stored in DTYPES.items()}
-APART_HINT: Final = "give each of them memory of its own"
 
 
 def drop_deltas(deltas: Mapping[str, Tensor], config: DareConfig) -> dict[str, Tensor]:
@@ -264,8 +264,9 @@ class StateMerge:
             i: mask_key(self.plan.merge.seeds[i], name)
             for i, name in zip(tensor.models, tensor.mask_names, strict=True)
         }
-        draws = self.gpu and self.gpu.can_merge_on(mine.device)
-        draw = partial(self.gpu.draw_bits, device=mine.device) if draws else None
+        draw: Draw = partial(draw_bits, arange=partial(torch.arange, device=mine.device))
+        if self.gpu and self.gpu.can_merge_on(mine.device):
+            draw = partial(self.gpu.draw_bits, device=mine.device)
         merge = TensorMerge(
             tensor.name,
             tensor.settings,
@@ -347,9 +348,9 @@ def check_places(
     # What is tied is copied in the end, and may be one tensor.
     place_of = {name: out.state[name].data_ptr() for name in base}
     once = [name for name in base if name not in tied or place_of[name] != place_of[tied[name]]]
-    out = out.choose(tuple(once))
-    for device in set(out.devices):
-        check_apart(out, states, tied, device)
+    chosen = out.choose(tuple(once))
+    for state in (chosen, *states):
+        check_apart(chosen, state, tied)
 
 
 def check_place(tensor: TensorPlan, base: Tensor, out: Tensor) -> None:
@@ -362,58 +363,34 @@ def check_place(tensor: TensorPlan, base: Tensor, out: Tensor) -> None:
         )
 
 
-def check_apart(
-    out: StateDict, states: Sequence[StateDict], tied: Mapping[str, str], device: torch.device
-) -> None:
-    """Refuse memory of one device that is shared."""
-    names, starts, ends = list_ranges(out, device)
-    shared = np.flatnonzero(ends[:-1] > starts[1:])
-    if len(shared):
-        first, second = names[shared[0]], names[shared[0] + 1]
-        raise DareError(
-            f"tensors {first!r} and {second!r} of out share their memory, and the merged ones "
-            "differ",
-            f"{APART_HINT}, or tie them in the base and in all models",
-        )
-    if not len(names):
-        return
-    for state in states:
-        theirs, firsts, lasts = list_ranges(state, device)
-        # The last of ours that begins before the end of theirs.
-        places = np.searchsorted(starts, lasts) - 1
-        overlap = (places >= 0) & (ends[places] > firsts) & (lasts > firsts)
-        for j in np.flatnonzero(overlap):
-            mine = names[places[j]]
-            if not is_own(out, state, mine, theirs[j], tied):
-                raise DareError(
-                    f"tensor {mine!r} of out shares its memory with {theirs[j]!r} of {state.name}",
-                    APART_HINT,
-                )
+def check_apart(out: StateDict, state: StateDict, tied: Mapping[str, str]) -> None:
+    """Refuse memory of out that another tensor, of out or of an input, has as well."""
+    names, starts, ends = list_ranges(out)
+    others, firsts, lasts = list_ranges(state)
+    # The last of ours that begins before the end of theirs: among themselves, each one itself.
+    places = np.searchsorted(starts, lasts) - 1
+    overlap = (places >= 0) & (ends[places] > firsts) & (lasts > firsts)
+    for j in np.flatnonzero(overlap):
+        mine = names[places[j]]
+        one = out.state[mine]
+        other = state.state[others[j]]
+        is_same = one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
+        is_named = tied.get(mine, mine) == tied.get(others[j], others[j])
+        if not (is_same and is_named and one.dtype == other.dtype):
+            raise DareError(
+                f"tensor {mine!r} of out shares its memory with {others[j]!r} of {state.name}",
+                "give each of them memory of its own, or tie them in the base and in all models",
+            )
 
 
-def is_own(
-    out: StateDict, state: StateDict, mine: str, theirs: str, tied: Mapping[str, str]
-) -> bool:
-    """Whether a tensor of out is an input's own of that name, which is read before it is."""
-    one = out.state[mine]
-    other = state.state[theirs]
-    is_same = one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
-    return is_same and mine == tied.get(theirs, theirs) and one.dtype == other.dtype
-
-
-def list_ranges(
-    state: StateDict, device: torch.device
-) -> tuple[NDArray[Any], NDArray[np.int64], NDArray[np.int64]]:
-    """The names of tensors on a device, and where their bytes begin and end, in the order of their
-    places.
-    """
+def list_ranges(state: StateDict) -> tuple[NDArray[Any], NDArray[np.int64], NDArray[np.int64]]:
+    """The names of tensors, and where their bytes begin and end, in the order of their places."""
     pairs = zip(state.values, state.dense, strict=True)
     sizes = [tensor.nbytes if dense else count_spanned(tensor) for tensor, dense in pairs]
-    here = np.array([own == device for own in state.devices], bool)
-    starts = np.array(state.addresses, np.int64)[here]
-    ends = starts + np.array(sizes, np.int64)[here]
+    starts = np.array(state.addresses, np.int64)
+    ends = starts + np.array(sizes, np.int64)
     order = np.argsort(starts, kind="stable")
-    return np.array(state.names, object)[here][order], starts[order], ends[order]
+    return np.array(state.names, object)[order], starts[order], ends[order]
 
 
 def count_spanned(tensor: Tensor) -> int:

@@ -13,7 +13,7 @@ from darelib.models.inputs import check_unchanged
 from darelib.output.prepare import FilePlan
 from darelib.output.publish import Output, Shard, explain_write_errors, share_folder
 from darelib.plan.plan import Job, MergePlan
-from darelib.run.adapters import open_worker, settle_ranks
+from darelib.run.matrices import open_worker, settle_ranks
 from darelib.run.outcomes import Outcome, check_related
 from darelib.run.rounds import run_rounds
 from darelib.run.worker import JobWorker

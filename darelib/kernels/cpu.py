@@ -19,7 +19,7 @@ from darelib.kernels.parts import (
     finetuned_raw,
     fold,
     narrow,
-    open_buffers,
+    open_chunk,
     output_raw,
     pick,
     real,
@@ -27,16 +27,7 @@ from darelib.kernels.parts import (
     thin_model,
     unsigned,
 )
-from darelib.kernels.records import (
-    ADD,
-    BASE_ROW,
-    DIVISOR_ROW,
-    MERGED_ROW,
-    MODEL,
-    SCRATCH_ROWS,
-    SIZE_ROW,
-    ZERO_ROW,
-)
+from darelib.kernels.records import ADD, MODEL
 
 
 def merge_chunk(
@@ -46,7 +37,7 @@ def merge_chunk(
     models_at: Any,
     tensor_at: Any,
     scratch_at: Any,
-    _counts: Any,
+    counts_at: Any,
     _pairs: Any,
     limits_at: Any,
     count: int,
@@ -59,61 +50,43 @@ def merge_chunk(
 
     way: ADD, ELECT or AVERAGE; anything but ADD where another function combines.
     """
-    tiles, base_all, finetuned_all, records, tensors, scratch, bits, limits = open_buffers(
+    chunk = open_chunk(
         base_at,
         finetuned_at,
+        output_at,
         models_at,
         tensor_at,
         scratch_at,
+        counts_at,
         limits_at,
         count,
         stride,
         models,
+        first_tile,
     )
-    tensor = tensors[0]
-    output_all = carray(output_at, (1, tiles * TILE), output_raw)[0]
-    base = scratch[BASE_ROW]
-    merged = scratch[MERGED_ROW]
-    size = scratch[SIZE_ROW]
-    kept = scratch[SCRATCH_ROWS:]
-    by_entry = carray(limits_at, (1, tiles * TILE), np.float32)[0]
+    tensor = chunk.tensors[0]
+    outputs = carray(output_at, (chunk.tiles * TILE,), output_raw)
+    base, merged = chunk.base, chunk.merged
     lambda_coeff = real(tensor.lambda_coeff)
     base_share = real(tensor.base_share)
-    for tile in range(tiles):
-        start = tile * TILE
-        raw = base_all[start : start + TILE]
+    for tile in range(chunk.tiles):
+        raw = chunk.raw_base[tile * TILE : (tile + 1) * TILE]
         for j in range(TILE):
             value = decode(raw[j])
             base[j] = value
-            size[j] = abs(value)
+            chunk.size[j] = abs(value)
             merged[j] = base_share * value
-        tensor.base_size += fold(size)
+        tensor.base_size += fold(chunk.size)
         for i in range(models):
-            model = records[i]
-            thin_model(
-                finetuned_all[i, start : start + TILE],
-                count - start,
-                first_tile + tile,
-                model,
-                scratch[ZERO_ROW if model.is_delta else BASE_ROW],
-                bits,
-                limits[i, start : start + TILE],
-                size,
-                scratch[DIVISOR_ROW],
-                kept[i],
-                merged,
-                real(tensor.threshold),
-                way != ADD,
-            )
-            model.size += fold(size)
-        own = by_entry[start : start + TILE]
-        combine(kept, records, tensor, merged, scratch, own, way)
+            thin_model(chunk, tile, i, chunk.kept[i], merged, way != ADD)
+            chunk.models[i].size += fold(chunk.size)
+        combine(chunk, tile, way)
         if tensor.exact:
-            raw_finetuned = finetuned_all[0, start : start + TILE]
+            raw = chunk.raw_models[0, tile * TILE : (tile + 1) * TILE]
             for j in range(TILE):
-                base[j] = decode_finetuned(raw_finetuned[j])
+                base[j] = decode_finetuned(raw[j])
                 merged[j] = 0
-        output = output_all[start : start + TILE]
+        output = outputs[tile * TILE : (tile + 1) * TILE]
         peak = unsigned(tensor.peak)
         for j in range(TILE):
             change = lambda_coeff * merged[j]
@@ -128,7 +101,7 @@ def expand_chunk(
     left_at: Any,
     right_at: Any,
     output_at: Any,
-    numbers_at: Any,
+    _models: Any,
     _tensor: Any,
     _scratch: Any,
     _counts: Any,
@@ -138,13 +111,13 @@ def expand_chunk(
     columns: int,
     rank: int,
     first: int,
+    ranks_before: int,
 ) -> None:  # compiled
     """Multiplies an adapter's two matrices, for a range of the product's elements.
 
     The products are added in the order of the rank, whatever the range: no library promises the
     same bits twice.
     """
-    ranks_before = carray(numbers_at, (1,), np.int64)[0]
     rows = (first + count + columns - 1) // columns
     left_all = carray(left_at, (rows, rank), real)
     right_all = carray(right_at, (rank, columns), real)
@@ -192,6 +165,7 @@ def pack_chunk(
     _stride: int,
     _models: int,
     first_tile: int,
+    _: int,
 ) -> None:  # compiled
     """Picks the entries of a chunk that the mask keeps."""
     given = carray(finetuned_at, (1, count), finetuned_raw)[0]
@@ -215,24 +189,25 @@ def unpack_chunk(
     entries_at: Any,
     values_at: Any,
     models_at: Any,
-    _tensor: Any,
-    scratch_at: Any,
+    bits_at: Any,
+    _scratch: Any,
     _counts: Any,
     _pairs: Any,
     _limits: Any,
     count: int,
     available: int,
-    _models: int,
     first_tile: int,
+    _zero: int,
+    _: int,
 ) -> None:  # compiled
     """Makes values of the base's and of a packed model's entries, where the mask keeps them."""
     base = carray(base_at, (1, count), finetuned_raw)[0]
     entries = carray(entries_at, (1, available), finetuned_raw)[0]
     values = carray(values_at, (1, count), finetuned_raw)[0]
     model = carray(models_at, (1,), MODEL)[0]
-    bits = carray(scratch_at, (1, TILE), np.uint16)[0]
-    flags = carray(scratch_at, (3, TILE), np.uint8)[2]  # behind the bits
-    words = carray(scratch_at, (3, TILE // 8), np.uint64)[2]
+    bits = carray(bits_at, (1, TILE), np.uint16)[0]
+    flags = carray(bits_at, (3, TILE), np.uint8)[2]  # behind the bits
+    words = carray(bits_at, (3, TILE // 8), np.uint64)[2]
     limit = np.uint16(model.limit)
     kept: Any = np.int64(0)
     for start in range(0, count, TILE):
@@ -255,7 +230,8 @@ TEMPLATES: Final = {
     "expand": expand_chunk,
     "pack": pack_chunk,
     "unpack": unpack_chunk,
-    "totals": looks.add_chunk,
+    "products": looks.multiply_chunk,
+    "sums": looks.add_chunk,
     "rank": looks.rank_rows,
     "count": looks.count_chunk,
     "measure": looks.measure_chunk,
@@ -266,6 +242,7 @@ TEMPLATES: Final = {
 PARTS: Final[Mapping[str, Mapping[str, Any]]] = {
     **{kind: {"combine": part} for kind, part in tiles.COMBINERS.items()},
     **{kind: {"note": part} for kind, part in tiles.NOTERS.items()},
+    "measure": {part.__name__: part for part in looks.MEASURES},
 }
 
 

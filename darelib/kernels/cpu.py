@@ -27,7 +27,7 @@ from darelib.kernels.parts import (
     thin_model,
     unsigned,
 )
-from darelib.kernels.records import ADD, MODEL
+from darelib.kernels.records import MODEL
 
 
 def merge_chunk(
@@ -44,12 +44,9 @@ def merge_chunk(
     stride: int,
     models: int,
     first_tile: int,
-    way: int,
+    _: int,
 ) -> None:  # compiled
-    """Merges one chunk: decode, subtract, mask, combine, encode.
-
-    way: ADD, ELECT or AVERAGE; anything but ADD where another function combines.
-    """
+    """Merges one chunk: decode, subtract, mask, combine, encode."""
     chunk = open_chunk(
         base_at,
         finetuned_at,
@@ -78,9 +75,9 @@ def merge_chunk(
             merged[j] = base_share * value
         tensor.base_size += fold(chunk.size)
         for i in range(models):
-            thin_model(chunk, tile, i, chunk.kept[i], merged, way != ADD)
+            thin_model(chunk, tile, i, chunk.kept[i], merged)
             chunk.models[i].size += fold(chunk.size)
-        combine(chunk, tile, way)
+        combine(chunk, tile)
         if tensor.exact:
             raw = chunk.raw_models[0, tile * TILE : (tile + 1) * TILE]
             for j in range(TILE):

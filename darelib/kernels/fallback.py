@@ -15,7 +15,7 @@ from darelib.core.mask import KEEP_ALL, TILE
 from darelib.core.methods import Coefficients
 from darelib.kernels import Kernel, KernelSpec, entries, plain
 from darelib.kernels.arrays import Array, add_up, fold_tiles
-from darelib.kernels.records import BINS, FIRST_BIN, SINGLE, Buffers
+from darelib.kernels.records import BINS, FIRST_BIN, MERGES, Buffers
 
 
 def load_kernels(specs: Collection[KernelSpec], interrupts: Interrupts) -> dict[KernelSpec, Kernel]:
@@ -297,8 +297,7 @@ def unpack(
 
 
 KERNELS: Final[dict[str, Kernel]] = {
-    **dict.fromkeys(SINGLE, merge_chunk),
-    **dict.fromkeys(("sum", "elect", "average"), merge_chunk),
+    **dict.fromkeys(MERGES, merge_chunk),
     **dict.fromkeys(("variance", "squares", "overlap", "importance"), note_chunk),
     "diverge": diverge,
     "products": multiply_chunk,

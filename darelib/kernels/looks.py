@@ -186,7 +186,7 @@ def multiply_chunk(
                 chunk.kept[i, j] = origin[j]
         for i in range(models):
             end = chunk.kept[np.int64(chunk.models[i].number)]
-            thin_model(chunk, tile, i, chunk.right, end, False)
+            thin_model(chunk, tile, i, chunk.right, end)
         row = ends
         for i in range(ends):
             end = chunk.kept[i]
@@ -232,7 +232,7 @@ def add_chunk(
     for i in range(models):  # one at a time: there is room for the sums of one
         for tile in range(chunk.tiles):
             load_base(chunk, tile)
-            thin_model(chunk, tile, i, chunk.right, chunk.merged, True)
+            thin_model(chunk, tile, i, chunk.right, chunk.merged)
             chunk.sums[0, tile] = add_sizes(chunk.size, chunk.wide)
             chunk.sums[1, tile] = add_sizes(chunk.right, chunk.wide)
         chunk.models[i].size = fold_neighbours(chunk.sums[0])

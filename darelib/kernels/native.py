@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,19 +34,22 @@ from darelib.kernels.objects import (
     object_name,
     read_objects,
 )
-from darelib.kernels.records import ADD, AVERAGE, ELECT, MODEL, SINGLE
+from darelib.kernels.records import MERGES, MODEL
 
-# Kinds of kernels that share one function: its name, and what it is asked for.
-SHARED: Final = {
-    "sum": ("merge", ADD),
-    "elect": ("merge", ELECT),
-    "average": ("merge", AVERAGE),
-    **{kind: (kind, AVERAGE) for kind in SINGLE},
-}
 # Kernels that merge a type in other ways, or show what a merge would do: who needs one of them soon
-# wants another. On two cores a process compiles merge, count, pack and unpack, another the rest:
-# all but measure are there soon after merge.
-COMPANIONS: Final = ("merge", "products", "count", "sums", "rank", "pack", "measure", "unpack")
+# wants another.
+COMPANIONS: Final = (
+    "sum",
+    "elect",
+    "products",
+    "count",
+    "rank",
+    "average",
+    "sums",
+    "pack",
+    "measure",
+    "unpack",
+)
 
 # Far more than all kernels of a merge take on a busy machine.
 COMPILE_SECONDS: Final = 600
@@ -95,22 +99,15 @@ def load_kernels(
 
 
 def find_code(spec: KernelSpec) -> KernelSpec:
-    """The function that a kernel is in. Only those that merge write values of the output's type."""
-    kind, _ = SHARED.get(spec.kind, (spec.kind, None))
-    output = spec.output if kind in ("merge", *SINGLE) else spec.real
-    return KernelSpec(kind, spec.base, spec.finetuned, output)
-
-
-def list_kinds(code: KernelSpec) -> list[str]:
-    """The kinds of kernels that are in a function."""
-    return [kind for kind, (name, _) in SHARED.items() if name == code.kind] or [code.kind]
+    """The function that a kernel is: one for all outputs, unless it merges."""
+    return spec if spec.kind in MERGES else replace(spec, output=spec.real)
 
 
 def list_companions(code: KernelSpec) -> list[KernelSpec]:
     """Functions of the same types, this one among them."""
-    output = code.output if code.kind == "merge" else code.base
+    output = code.output if code.kind in MERGES else code.base
     kinds = COMPANIONS if code.kind in COMPANIONS else ()
-    return [find_code(KernelSpec(kind, code.base, code.finetuned, output)) for kind in kinds]
+    return [find_code(replace(code, kind=kind, output=output)) for kind in kinds]
 
 
 def run_compilers(
@@ -207,7 +204,6 @@ def _start(words: Sequence[str], messages: Path) -> Process:
 def bind(spec: KernelSpec, function: Function) -> Kernel:
     """A kernel as it is called, whatever arguments its function has."""
     itemsize = FORMATS[spec.finetuned].itemsize
-    _, way = SHARED.get(spec.kind, (spec.kind, 0))
 
     def call(arrays: Sequence[Any], *numbers: int) -> None:
         addresses = [array.ctypes.data for array in arrays]
@@ -215,7 +211,7 @@ def bind(spec: KernelSpec, function: Function) -> Kernel:
 
     def run_chunk(buffers: Any, count: int, models: int, first_tile: int) -> None:
         stride = buffers.finetuned.shape[1] // itemsize
-        function(*buffers.addresses, count, stride, models, first_tile, way)
+        function(*buffers.addresses, count, stride, models, first_tile, 0)
 
     def expand(left: Any, right: Any, made: Any, first: int, ranks_before: int) -> None:
         call([left, right, made], len(made), right.shape[1], left.shape[1], first, ranks_before)

@@ -242,7 +242,7 @@ def fold(values: Any) -> Any:  # compiled
 FILLED_IN: Final[Any] = None
 real = unsigned = base_raw = finetuned_raw = output_raw = FILLED_IN
 decode = decode_finetuned = narrow = encode = combine = note = FILLED_IN
-thin_apart = thin_rare = is_apart = is_rare = FILLED_IN
+thin_rare = is_apart = is_rare = FILLED_IN
 
 
 # What a kernel is given of a chunk, as arrays: where it begins and ends, stored values, records of
@@ -311,12 +311,10 @@ def load_base(chunk: Any, tile: int) -> None:  # compiled
         chunk.base[j] = decode(raw[j])
 
 
-def thin_model(
-    chunk: Any, tile: int, i: int, row: Any, total: Any, apart: bool
-) -> None:  # compiled
+def thin_model(chunk: Any, tile: int, i: int, row: Any, total: Any) -> None:  # compiled
     """One tile of one model, from stored values to thinned deltas: the heart of all kernels.
 
-    They are added to a total; apart: they are what a row holds, too.
+    They are added to a total; where they are wanted apart, they are what a row holds, too.
     """
     model = chunk.models[i]
     start = tile * TILE
@@ -336,8 +334,6 @@ def thin_model(
         limit = choose_by_rank(bits, chunk.limits[i, start : start + TILE], chunk.divisors)
     if model.divided or model.floor > 0:
         thin_rare(chunk, raw, model, base, limit, row, total)
-    elif apart:
-        thin_apart(chunk, raw, model, base, limit, row, total)
     else:
         thin_row(chunk, raw, model, base, limit, row, total)
     for j in range(chunk.count - start, TILE):  # what pads a last tile was counted too
@@ -409,7 +405,7 @@ def fill_in(template: Any, names: Mapping[str, Any]) -> FunctionType:
 
 
 @cache  # so that what several kernels have in common is compiled once
-def list_names(base: str, finetuned: str, is_wide: bool) -> dict[str, Any]:
+def list_names(base: str, finetuned: str, is_wide: bool, is_apart: bool) -> dict[str, Any]:
     names: dict[str, Any] = {
         "real": np.float64 if is_wide else np.float32,
         "unsigned": np.uint64 if is_wide else np.uint32,
@@ -417,12 +413,10 @@ def list_names(base: str, finetuned: str, is_wide: bool) -> dict[str, Any]:
         "finetuned_raw": find_raw(finetuned),
         "decode": DECODERS[base],
         "decode_finetuned": DECODERS[finetuned],
-        "is_apart": False,
+        "is_apart": is_apart,
         "is_rare": False,
     }
-    apart = {**names, "is_apart": True}
-    names["thin_rare"] = inline(fill_in(thin_row, {**apart, "is_rare": True}))
-    names["thin_apart"] = inline(fill_in(thin_row, apart))
+    names["thin_rare"] = inline(fill_in(thin_row, {**names, "is_rare": True}))
     for template in TEMPLATES:
         names[template.__name__] = inline(fill_in(template, names))
     return names
@@ -437,10 +431,12 @@ def build(template: Any, spec: KernelSpec, parts: Mapping[str, Any]) -> Any:
 
     parts: functions that are filled in, by name, with their own names filled in.
     """
-    names = dict(list_names(spec.base, spec.finetuned, spec.real == "F64"))
+    is_wide = spec.real == "F64"
+    is_apart = spec.kind not in ("sum", "products")  # which only want them added to something
+    names = dict(list_names(spec.base, spec.finetuned, is_wide, is_apart))
     for name, part in parts.items():
         names[name] = inline(fill_in(part, names))
-    rounds_twice = spec.real == "F64" and FORMATS[spec.output].bits == 16
+    rounds_twice = is_wide and FORMATS[spec.output].bits == 16
     output = {
         "encode": ENCODERS[spec.output],
         "narrow": round_to_odd if rounds_twice else names["real"],

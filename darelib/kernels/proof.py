@@ -17,7 +17,7 @@ from darelib.core.formats import DIGIT_BITS, FORMATS, NO_PREFIX, Format
 from darelib.core.looks import PREFIXES
 from darelib.core.mask import TILE
 from darelib.kernels import EngineUnavailable, Kernel, KernelSpec, fallback, plain
-from darelib.kernels.native import bind, list_kinds
+from darelib.kernels.native import bind
 from darelib.kernels.objects import (
     Function,
     code_of,
@@ -149,19 +149,17 @@ def work(how: str, *names: str) -> None:
         raise SystemExit(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from None
 
 
-def prove_function(code: KernelSpec, function: Function) -> None:
+def prove_function(spec: KernelSpec, function: Function) -> None:
     """Refuse a compiled function that gives other bits than the definition."""
-    for kind in list_kinds(code):
-        spec = KernelSpec(kind, code.base, code.finetuned, code.output)
-        try_out = TRIALS.get(kind, _try_chunks)
-        defined = partial(fallback.KERNELS[kind], spec)
-        with np.errstate(all="ignore"):
-            results = zip(try_out(spec, bind(spec, function)), try_out(spec, defined), strict=True)
-            for (name, mine), (_, theirs) in results:
-                if mine.tobytes() != theirs.tobytes():
-                    raise EngineUnavailable(
-                        f"the compiled kernel {kind} gives another {name} than its definition"
-                    )
+    try_out = TRIALS.get(spec.kind, _try_chunks)
+    defined = partial(fallback.KERNELS[spec.kind], spec)
+    with np.errstate(all="ignore"):
+        results = zip(try_out(spec, bind(spec, function)), try_out(spec, defined), strict=True)
+        for (name, mine), (_, theirs) in results:
+            if mine.tobytes() != theirs.tobytes():
+                raise EngineUnavailable(
+                    f"the compiled kernel {spec.kind} gives another {name} than its definition"
+                )
 
 
 def _try_chunks(spec: KernelSpec, run: Kernel) -> Results:

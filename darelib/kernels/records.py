@@ -9,11 +9,8 @@ from numpy.typing import NDArray
 
 from darelib.core.mask import TILE
 
-# What the kernel merge can do: add the thinned deltas, average those of the elected sign, or all.
-ADD, ELECT, AVERAGE = range(3)
-# Kernels that merge by what they know of single entries: each is a function of its own, so that
-# who does not need it does not compile it.
-SINGLE: Final = ("near", "select", "boost", "fuse")
+# Kernels that merge: the only ones that write values of the output's type.
+MERGES: Final = ("sum", "elect", "average", "near", "select", "boost", "fuse")
 
 # A record for each model. peak is the bit pattern of the largest |delta|. bounded: what lies
 # between low and high is kept, and of what equals them, what has mask bits below at_low or at_high.

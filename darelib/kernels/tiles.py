@@ -40,7 +40,6 @@ from darelib.kernels.parts import (
     thin_model,
     unsigned,
 )
-from darelib.kernels.records import ADD, AVERAGE
 
 HIGHEST: Final = np.int64((1 << 63) - 1)
 
@@ -69,12 +68,19 @@ def elect(chunk: Any, any_sign: bool) -> None:  # compiled
         merged[j] = total[j] / share[j] if share[j] > 0 else zero
 
 
-def combine_signs(chunk: Any, _tile: int, way: int) -> None:  # compiled
-    if way != ADD:
-        elect(chunk, way == AVERAGE)
+def keep_sum(_chunk: Any, _tile: int) -> None:  # compiled
+    pass
 
 
-def swap_near(chunk: Any, _tile: int, _way: int) -> None:  # compiled
+def elect_sign(chunk: Any, _tile: int) -> None:  # compiled
+    elect(chunk, False)
+
+
+def average(chunk: Any, _tile: int) -> None:  # compiled
+    elect(chunk, True)
+
+
+def swap_near(chunk: Any, _tile: int) -> None:  # compiled
     bound = real(chunk.tensors[0].bound)
     for j in range(TILE):
         share = bound / max(abs(chunk.merged[j]), real(LEAST_DELTA))
@@ -101,7 +107,7 @@ def find_variance(chunk: Any, mean: Any, variance: Any) -> None:  # compiled
             variance[j] += gap * gap
 
 
-def select(chunk: Any, _tile: int, _way: int) -> None:  # compiled
+def select(chunk: Any, _tile: int) -> None:  # compiled
     merged, total, share = chunk.merged, chunk.left, chunk.right
     variance = chunk.size
     bound = real(chunk.tensors[0].bound)
@@ -130,7 +136,7 @@ def count_changes(chunk: Any, number: Any) -> None:  # compiled
             number[j] += number.dtype.type(row[j] != 0)
 
 
-def boost_alone(chunk: Any, _tile: int, _way: int) -> None:  # compiled
+def boost_alone(chunk: Any, _tile: int) -> None:  # compiled
     elect(chunk, True)
     count_changes(chunk, chunk.left)
     for i in range(len(chunk.models)):
@@ -141,7 +147,7 @@ def boost_alone(chunk: Any, _tile: int, _way: int) -> None:  # compiled
             chunk.merged[j] *= boost if is_alone else real(1)
 
 
-def fuse(chunk: Any, tile: int, _way: int) -> None:  # compiled
+def fuse(chunk: Any, tile: int) -> None:  # compiled
     by_entry = chunk.by_entry[tile * TILE : (tile + 1) * TILE]
     scale = real(chunk.tensors[0].bound)
     for j in range(TILE if len(chunk.models) else 0):
@@ -150,7 +156,9 @@ def fuse(chunk: Any, tile: int, _way: int) -> None:  # compiled
 
 
 COMBINERS: Final = {
-    "merge": combine_signs,
+    "sum": keep_sum,
+    "elect": elect_sign,
+    "average": average,
     "near": swap_near,
     "select": select,
     "boost": boost_alone,
@@ -251,7 +259,7 @@ def note_chunk(
     for tile in range(chunk.tiles):
         load_base(chunk, tile)
         for i in range(models):
-            thin_model(chunk, tile, i, chunk.kept[i], chunk.merged, True)
+            thin_model(chunk, tile, i, chunk.kept[i], chunk.merged)
         note(chunk, tile)
 
 

@@ -118,7 +118,7 @@ def expand_chunk(
     rows = (first + count + columns - 1) // columns
     left_all = carray(left_at, (rows, rank), real)
     right_all = carray(right_at, (rank, columns), real)
-    output = carray(output_at, (1, count), real)[0]
+    output = carray(output_at, (count,), real)
     place = first
     done = 0
     for row in range(rows):
@@ -165,18 +165,17 @@ def pack_chunk(
     _: int,
 ) -> None:  # compiled
     """Picks the entries of a chunk that the mask keeps."""
-    given = carray(finetuned_at, (1, count), finetuned_raw)[0]
-    made = carray(output_at, (1, count), finetuned_raw)[0]
+    given = carray(finetuned_at, (count,), finetuned_raw)
+    made = carray(output_at, (count,), finetuned_raw)
     model = carray(models_at, (1,), MODEL)[0]
-    rows = carray(scratch_at, (2, 2 * TILE), np.uint16)
-    bits = rows[0]
-    picked = rows[1]
+    rows = carray(scratch_at, (2, TILE), np.uint16)
     kept: Any = np.int64(0)
     for start in range(0, count, TILE):
-        draw(bits, first_tile + start // TILE, model.key_0, model.key_1)
-        for k in range(pick(bits, np.uint16(model.limit), picked)):
-            if start + picked[k] < count:
-                made[kept] = given[start + picked[k]]
+        draw(rows[0], first_tile + start // TILE, model.key_0, model.key_1)
+        for k in range(pick(rows[0], np.uint16(model.limit), rows[1])):
+            place = start + rows[1, k]
+            if place < count:
+                made[kept] = given[place]
                 kept += 1
     model.kept = kept
 
@@ -198,11 +197,11 @@ def unpack_chunk(
     _: int,
 ) -> None:  # compiled
     """Makes values of the base's and of a packed model's entries, where the mask keeps them."""
-    base = carray(base_at, (1, count), finetuned_raw)[0]
-    entries = carray(entries_at, (1, available), finetuned_raw)[0]
-    values = carray(values_at, (1, count), finetuned_raw)[0]
+    base = carray(base_at, (count,), finetuned_raw)
+    entries = carray(entries_at, (available,), finetuned_raw)
+    values = carray(values_at, (count,), finetuned_raw)
     model = carray(models_at, (1,), MODEL)[0]
-    bits = carray(bits_at, (1, TILE), np.uint16)[0]
+    bits = carray(bits_at, (TILE,), np.uint16)
     flags = carray(bits_at, (3, TILE), np.uint8)[2]  # behind the bits
     words = carray(bits_at, (3, TILE // 8), np.uint64)[2]
     limit = np.uint16(model.limit)

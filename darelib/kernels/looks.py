@@ -259,8 +259,8 @@ def rank_rows(
     rows = (skipped + count + width - 1) // width
     base_all = carray(base_at, (rows, width), base_raw)
     values_all = carray(values_at, (rows, width), finetuned_raw)
-    by_rank = carray(by_rank_at, (1, width), np.uint16)[0]
-    limits = carray(limits_at, (1, count), np.uint16)[0]
+    by_rank = carray(by_rank_at, (width,), np.uint16)
+    limits = carray(limits_at, (count,), np.uint16)
     patterns = carray(order_at, (2, width), unsigned)
     places = carray(order_at, (6, width), np.uint32)[4:]
     counts = carray(order_at, (6 * width + SORT_COUNTERS,), np.uint32)[6 * width :]
@@ -308,7 +308,7 @@ def count_chunk(
     shift says which bits; only patterns that continue one of the model's prefixes, found by the
     passes before, are counted. Where few entries survive, they are picked first.
     """
-    base_all = carray(base_at, (1, count), base_raw)[0]
+    base_all = carray(base_at, (count,), base_raw)
     finetuned_all = carray(finetuned_at, (models, stride), finetuned_raw)
     records = carray(models_at, (models,), MODEL)
     shift = carray(tensor_at, (1,), TENSOR)[0].shift

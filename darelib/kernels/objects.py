@@ -163,9 +163,8 @@ def read_object(path: Path) -> bytes | None:
     with suppress(OSError), open(path, "rb") as file:
         stored = file.read()
         machine_code = stored[32:]
-        is_whole = stored == _digest(path, machine_code) + machine_code
-        if is_whole and not find_doubt(path, file.fileno()):
-            return machine_code
+        is_whole = stored[:32] == _digest(path, machine_code)
+        return machine_code if is_whole and not find_doubt(path, file.fileno()) else None
     return None
 
 
@@ -182,11 +181,10 @@ def _digest(path: Path, machine_code: bytes) -> bytes:
 def store(machine_code: bytes, path: Path) -> None:
     """Keep what was compiled and proved, if that is possible, where nobody else can write to it."""
     unfinished = path.with_name(f"{path.name}.{os.urandom(4).hex()}")
-    try:
+    with suppress(OSError):
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         with open(unfinished, "xb", opener=partial(os.open, mode=0o644)) as file:
             file.write(_digest(path, machine_code) + machine_code)
         unfinished.replace(path)
-    except OSError:
-        with suppress(OSError):
-            unfinished.unlink()
+    with suppress(OSError):  # where the disk is full
+        unfinished.unlink()

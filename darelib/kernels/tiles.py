@@ -328,16 +328,6 @@ def take_softmax(values: Any, powers: Any) -> None:  # compiled
         values[j] = values[j] / total + SOFTMAX_EPSILON
 
 
-@inline
-def multiply_logs(before: Any, after: Any, terms: Any) -> None:  # compiled
-    for j in range(len(terms)):
-        terms[j] = after[j] / before[j]
-    for j in range(len(terms)):
-        terms[j] = find_log(terms[j])
-    for j in range(len(terms)):
-        terms[j] *= after[j]
-
-
 def diverge_rows(
     base_at: Any,
     values_at: Any,
@@ -358,7 +348,7 @@ def diverge_rows(
     base_all = carray(base_at, (rows, width), base_raw)
     values_all = carray(values_at, (rows, width), finetuned_raw)
     room = carray(room_at, (3, width), np.float64)
-    found = carray(found_at, (1, rows), np.float32)[0]
+    found = carray(found_at, (rows,), np.float32)
     before, after, terms = room[0], room[1], room[2]
     for row in range(rows):
         base = base_all[row]
@@ -371,6 +361,11 @@ def diverge_rows(
             after[j] = real(start + (value if is_delta else value - start))
         take_softmax(before, terms)
         take_softmax(after, terms)
-        multiply_logs(before, after, terms)
+        for j in range(width):
+            terms[j] = after[j] / before[j]
+        for j in range(width):
+            terms[j] = find_log(terms[j])
+        for j in range(width):
+            terms[j] *= after[j]
         total = add_row(terms)
         found[row] = 0 if total < 0 else total

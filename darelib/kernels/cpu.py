@@ -6,23 +6,30 @@ from typing import Any, Final
 import llvmlite.binding as llvm
 import numpy as np
 
+from darelib.core.formats import FORMATS
 from darelib.core.mask import TILE
 from darelib.kernels import EngineUnavailable, KernelSpec, looks, tiles
 from darelib.kernels.parts import (
-    build,
+    ENCODERS,
+    RAW,
     carray,
     combine,
     decode,
     decode_finetuned,
     draw,
     encode,
+    fill_in,
     finetuned_raw,
     fold,
+    inline,
+    list_names,
     narrow,
+    numba,
     open_chunk,
     output_raw,
     pick,
     real,
+    round_to_odd,
     scatter,
     thin_model,
     unsigned,
@@ -219,36 +226,42 @@ def unpack_chunk(
 # What a kernel may call: every process has these (the last two on a Mac).
 FROM_C: Final = frozenset({"memset", "memcpy", "memmove", "bzero", "memset_pattern16"})
 
-TEMPLATES: Final = {
-    **dict.fromkeys(tiles.COMBINERS, merge_chunk),
-    **dict.fromkeys(tiles.NOTERS, tiles.note_chunk),
-    "diverge": tiles.diverge_rows,
-    "expand": expand_chunk,
-    "pack": pack_chunk,
-    "unpack": unpack_chunk,
-    "products": looks.multiply_chunk,
-    "sums": looks.add_chunk,
-    "rank": looks.rank_rows,
-    "count": looks.count_chunk,
-    "measure": looks.measure_chunk,
+# By kernel: its template, and what is filled in where that calls it.
+KERNELS: Final[Mapping[str, tuple[Any, Mapping[str, Any]]]] = {
+    **{kind: (merge_chunk, {"combine": part}) for kind, part in tiles.COMBINERS.items()},
+    **{kind: (tiles.note_chunk, {"note": part}) for kind, part in tiles.NOTERS.items()},
+    "measure": (looks.measure_chunk, {part.__name__: part for part in looks.MEASURES}),
+    "diverge": (tiles.diverge_rows, {}),
+    "expand": (expand_chunk, {}),
+    "pack": (pack_chunk, {}),
+    "unpack": (unpack_chunk, {}),
+    "products": (looks.multiply_chunk, {}),
+    "sums": (looks.add_chunk, {}),
+    "rank": (looks.rank_rows, {}),
+    "count": (looks.count_chunk, {}),
 }
 
 
-# What is filled in where a template calls it.
-PARTS: Final[Mapping[str, Mapping[str, Any]]] = {
-    **{kind: {"combine": part} for kind, part in tiles.COMBINERS.items()},
-    **{kind: {"note": part} for kind, part in tiles.NOTERS.items()},
-    "measure": {part.__name__: part for part in looks.MEASURES},
-}
-
-
-def build_kernel(code: KernelSpec) -> Any:
-    return build(TEMPLATES[code.kind], code, PARTS.get(code.kind, {}))
+def build(code: KernelSpec) -> Any:
+    """A kernel for some types. All are given nine addresses, then five whole numbers."""
+    template, parts = KERNELS[code.kind]
+    is_wide = code.real == "F64"
+    is_apart = code.kind not in ("sum", "products")  # which only want them added to something
+    names = dict(list_names(code.base, code.finetuned, is_wide, is_apart))
+    for name, part in parts.items():
+        names[name] = inline(fill_in(part, names))
+    rounds_twice = is_wide and FORMATS[code.output].bits == 16
+    names["encode"] = ENCODERS[code.output]
+    names["narrow"] = round_to_odd if rounds_twice else names["real"]
+    names["output_raw"] = RAW[code.output]
+    types = numba.types
+    signature = types.void(*[types.voidptr] * 9, *[types.intp] * 5)
+    return numba.cfunc(signature)(fill_in(template, names))
 
 
 def run_here(code: KernelSpec) -> Callable[..., None]:
     """The kernel as a function of this process, which Numba owns."""
-    compiled = build_kernel(code)
+    compiled = build(code)
 
     def call(*arguments: int) -> None:
         compiled.ctypes(*arguments)
@@ -263,7 +276,7 @@ def compile_object(code: KernelSpec, machine: Any) -> bytes:
     is kept is the bare function, without its wrappers for Python:
     status = kernel(return slot, exception slot, arguments...).
     """
-    function = build_kernel(code)
+    function = build(code)
     module = llvm.parse_assembly(function.inspect_llvm())
     bare = function.native_name.removeprefix("cfunc.")
     for other in module.functions:

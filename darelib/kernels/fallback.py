@@ -105,33 +105,27 @@ def merge_chunk(
     spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int
 ) -> None:
     base, rows = thin_chunk(spec, buffers, count, models, first_tile)
+    records = buffers.models[:models]
     tensor = buffers.tensor[0]
     if tensor["exact"]:
         values = read(buffers.finetuned[0], spec.finetuned, spec.real, count)
     else:
-        found = read_coefficients(buffers, models)
-        lambda_coeff = float(tensor["lambda_coeff"])
+        coefficients = Coefficients(
+            scales=(),
+            weights=tuple(records["weight"].tolist()),
+            bounds=(),
+            floors=(),
+            base_share=float(tensor["base_share"]),
+            first_share=float(tensor["first_share"]),
+            bound=float(tensor["bound"]),
+            boosts=tuple(records["boost"].tolist()),
+        )
         by_entry = buffers.by_entry[:count].astype(base.dtype)
-        values = plain.combine(spec.kind, base, rows, found, lambda_coeff, by_entry)
+        factor = float(tensor["lambda_coeff"])
+        values = plain.combine(spec.kind, base, rows, coefficients, factor, by_entry)
     tensor["peak"] = find_peak(values, tensor["peak"])
     stored = plain.encode(values, spec.output)
     buffers.output[: stored.nbytes] = stored.view(np.uint8)
-
-
-def read_coefficients(buffers: Buffers, models: int) -> Coefficients:
-    """What the deltas are combined by, once they are thinned."""
-    records = buffers.models[:models]
-    tensor = buffers.tensor[0]
-    return Coefficients(
-        scales=(),
-        weights=tuple(records["weight"].tolist()),
-        bounds=(),
-        floors=(),
-        base_share=float(tensor["base_share"]),
-        first_share=float(tensor["first_share"]),
-        bound=float(tensor["bound"]),
-        boosts=tuple(records["boost"].tolist()),
-    )
 
 
 def multiply_chunk(

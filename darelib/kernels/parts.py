@@ -17,9 +17,8 @@ from typing import Any, Final
 import numpy as np
 from llvmlite import ir
 
-from darelib.core.formats import DIGIT_BITS, FORMATS
+from darelib.core.formats import DIGIT_BITS
 from darelib.core.mask import MASK_BITS, ROUNDS, TILE
-from darelib.kernels import KernelSpec
 from darelib.kernels.records import (
     BASE_ROW,
     DIVISOR_ROW,
@@ -34,7 +33,8 @@ from darelib.kernels.records import (
     ZERO_ROW,
 )
 
-numba: Any = importlib.import_module("numba")  # whose types say less than its functions accept
+# Numba's types say less than its functions accept.
+numba: Any = importlib.import_module("numba")
 carray = numba.carray
 
 
@@ -122,6 +122,7 @@ def encode_f64(value: Any) -> Any:  # compiled
     return np.float64(value).view(np.uint64)
 
 
+RAW: Final = {"BF16": np.uint16, "F16": np.uint16, "F32": np.uint32, "F64": np.uint64}
 DECODERS: Final = {"BF16": decode_bf16, "F16": decode_f16, "F32": decode_f32, "F64": decode_f64}
 ENCODERS: Final = {"BF16": encode_bf16, "F16": encode_f16, "F32": encode_f32, "F64": encode_f64}
 
@@ -409,8 +410,8 @@ def list_names(base: str, finetuned: str, is_wide: bool, is_apart: bool) -> dict
     names: dict[str, Any] = {
         "real": np.float64 if is_wide else np.float32,
         "unsigned": np.uint64 if is_wide else np.uint32,
-        "base_raw": find_raw(base),
-        "finetuned_raw": find_raw(finetuned),
+        "base_raw": RAW[base],
+        "finetuned_raw": RAW[finetuned],
         "decode": DECODERS[base],
         "decode_finetuned": DECODERS[finetuned],
         "is_apart": is_apart,
@@ -420,28 +421,3 @@ def list_names(base: str, finetuned: str, is_wide: bool, is_apart: bool) -> dict
     for template in TEMPLATES:
         names[template.__name__] = inline(fill_in(template, names))
     return names
-
-
-def find_raw(dtype: str) -> Any:
-    return np.dtype(FORMATS[dtype].raw).type
-
-
-def build(template: Any, spec: KernelSpec, parts: Mapping[str, Any]) -> Any:
-    """A kernel for some types. All are given nine addresses, then five whole numbers.
-
-    parts: functions that are filled in, by name, with their own names filled in.
-    """
-    is_wide = spec.real == "F64"
-    is_apart = spec.kind not in ("sum", "products")  # which only want them added to something
-    names = dict(list_names(spec.base, spec.finetuned, is_wide, is_apart))
-    for name, part in parts.items():
-        names[name] = inline(fill_in(part, names))
-    rounds_twice = is_wide and FORMATS[spec.output].bits == 16
-    output = {
-        "encode": ENCODERS[spec.output],
-        "narrow": round_to_odd if rounds_twice else names["real"],
-        "output_raw": find_raw(spec.output),
-    }
-    function = fill_in(template, names | output)
-    types = numba.types
-    return numba.cfunc(types.void(*[types.voidptr] * 9, *[types.intp] * 5))(function)

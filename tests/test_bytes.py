@@ -220,17 +220,15 @@ def digest(output: str | Path) -> Any:
             for f in sorted(path.rglob("*"))
             if f.is_file()
         }
+    if path.name in ("README.md", "dare_recipe.toml"):
+        return ""
     content = path.read_bytes()
     if path.suffix == ".safetensors":
         start = 8 + struct.unpack("<Q", content[:8])[0]
         header = json.loads(content[8:start])
         del header["__metadata__"]
         content = json.dumps(header).encode() + content[start:]
-    return (
-        ""
-        if path.name in ("README.md", "dare_recipe.toml")
-        else hashlib.sha256(content).hexdigest()
-    )
+    return hashlib.sha256(content).hexdigest()
 
 
 def merge_files(settings: Settings, write_inputs: Any, *arguments: Any, engine: str) -> Any:

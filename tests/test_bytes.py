@@ -9,7 +9,6 @@ purpose. Only then:
 
 import hashlib
 import json
-import os
 import re
 import struct
 import sys
@@ -18,10 +17,8 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import chdir
 from functools import cache, partial
-from itertools import count
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -205,11 +202,10 @@ def write_models(table: str, kinds: str) -> Inputs:
 
 
 def merge(
-    base: str, models: list[str], output: str = OUTPUT, resume: bool = False, **settings: Any
+    base: str, models: list[str], output: str = OUTPUT, tokenizer: str = "base", **settings: Any
 ) -> Any:
-    tokenizer = settings.pop("tokenizer", "base")
-    merger = DareMerger(base, models, DareConfig(verbose=False, **settings), tokenizer=tokenizer)
-    return merger.merge(output, resume=resume)
+    config = DareConfig(verbose=False, **settings)
+    return DareMerger(base, models, config, tokenizer=tokenizer).merge(output)
 
 
 def digest(output: str | Path) -> Any:
@@ -224,17 +220,15 @@ def digest(output: str | Path) -> Any:
             for f in sorted(path.rglob("*"))
             if f.is_file()
         }
+    if path.name in ("README.md", "dare_recipe.toml"):
+        return ""
     content = path.read_bytes()
     if path.suffix == ".safetensors":
         start = 8 + struct.unpack("<Q", content[:8])[0]
         header = json.loads(content[8:start])
         del header["__metadata__"]
         content = json.dumps(header).encode() + content[start:]
-    return (
-        ""
-        if path.name in ("README.md", "dare_recipe.toml")
-        else hashlib.sha256(content).hexdigest()
-    )
+    return hashlib.sha256(content).hexdigest()
 
 
 def merge_files(settings: Settings, write_inputs: Any, *arguments: Any, engine: str) -> Any:
@@ -509,41 +503,6 @@ def write_sharded() -> Inputs:
     return "base", ["models/one", write("models/two.safetensors", make_model("small", 2, "bf16"))]
 
 
-def limit_writes(limit: int) -> Any:
-    """Patches what writes to files, so that an interrupt comes after so many writes."""
-    write_at = os.pwrite
-    numbers = count(1)
-
-    def write_some(*arguments: Any) -> int:
-        if next(numbers) > limit:
-            raise KeyboardInterrupt
-        return write_at(*arguments)
-
-    return patch.object(os, "pwrite", side_effect=write_some)
-
-
-def merge_interrupted(
-    stops: list[int], settings: Settings, write_inputs: Any, *arguments: Any, engine: str
-) -> Any:
-    """Stopped after so many writes, again and again, then resumed to the end: as if nothing had
-    happened."""
-    if not hasattr(os, "pwrite"):
-        pytest.skip("this system has no pwrite to fail")
-    inputs = write_inputs(*arguments)
-    settings = {"output": OUTPUT, "threads": 1, "engine": engine, **settings}
-    output = settings["output"]
-    with limit_writes(sys.maxsize) as needed:
-        merge(*inputs, **settings | {"output": f"whole-{output}"})
-    for stop in stops:
-        with limit_writes(stop), pytest.raises(KeyboardInterrupt):
-            merge(*inputs, resume=True, **settings)
-        assert not Path(output).exists()
-    with limit_writes(sys.maxsize) as done:
-        merge(*inputs, resume=True, **settings)
-    assert 0 < done.call_count < needed.call_count, "it began again"
-    return digest(output)
-
-
 REPORTED = (
     "linear bf16",
     "linear rules",
@@ -601,11 +560,6 @@ CASES: dict[str, Callable[..., Any]] = {
         f"directory: {name}": partial(merge_files, s, write_sharded)
         for name, s in DIRECTORIES.items()
     },
-    "resumed: file": partial(merge_interrupted, [5, 2], {}, write_models, "small", TWO),
-    "resumed: large": partial(merge_interrupted, [18], KEEP, write_models, "large", TWO),
-    "resumed: directory": partial(
-        merge_interrupted, [9, 1, 1], DIRECTORIES["shards"], write_sharded
-    ),
     **{
         f"report: {name}": partial(report_merge, MERGES[name][1], MERGES[name][0])
         for name in REPORTED

@@ -1,6 +1,7 @@
 """Models inside models: names that begin otherwise are found, and merge as if they did not."""
 
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.support import (
     Tensors,
     assert_same,
     finetune,
+    load_file,
     make_merger,
     random_model,
     read_json,
@@ -99,24 +101,36 @@ def vision() -> Tensors:
     return random_model(2, BF16, VISION)
 
 
+def merge_alike(
+    folder: Path, base: Tensors, model: Tensors, same: Tensors, **config: Any
+) -> tuple[str, ...]:
+    """A model must merge as the same does with the base's names. Gives the warnings."""
+    paths = save(folder, base=base, math=model, same=same)
+    expected = merge_paths(paths[0], paths[2:], folder / "expected.safetensors")
+    out = folder / "out.safetensors"
+    warnings = run_merge(paths[0], [paths[1]], out, **config).warnings
+    assert_same(load_file(out), expected)
+    assert expected.keys() == base.keys()
+    return warnings
+
+
+def check_again(out: Path) -> None:
+    """What was merged can be merged once more by its recipe, and verified."""
+    run("-q", "-c", out, "-o", out.with_name("again.safetensors"))
+    assert out.with_name("again.safetensors").read_bytes() == out.read_bytes()
+    run("verify", "-q", out)
+
+
 @pytest.mark.parametrize("kind", INSIDE)
 @pytest.mark.parametrize("sees", [True, slow(False)])
 def test_a_language_model_is_merged_into_what_holds_it(
     tmp_path: Path, text: list[Tensors], vision: Tensors, kind: str, sees: bool
 ) -> None:
     own = [rename(model, *INSIDE[kind]) for model in text]
-    base = own[0] | (vision if sees else {})
-    paths = save(tmp_path, base=base, math=text[1], same=own[1])
-    expected = merge_paths(paths[0], paths[2:], tmp_path / "expected.safetensors")
-    out = tmp_path / "out.safetensors"
-    assert_same(merge_paths(paths[0], [paths[1]], out), expected)
-    assert expected.keys() == base.keys()
-    [warning] = run_merge(paths[0], [paths[1]], out).warnings
-    outside = len(vision) if sees else 0
-    assert f"matched 12 of 12 tensors; {outside} of the base's are not in it" in warning
-    run("-q", "-c", out, "-o", tmp_path / "again.safetensors")
-    assert (tmp_path / "again.safetensors").read_bytes() == out.read_bytes()
-    run("verify", "-q", out)
+    outside = vision if sees else {}
+    [warning] = merge_alike(tmp_path, own[0] | outside, text[1], own[1])
+    assert f"matched 12 of 12 tensors; {len(outside)} of the base's are not in it" in warning
+    check_again(tmp_path / "out.safetensors")
 
 
 @pytest.mark.parametrize("kind", INSIDE)
@@ -124,32 +138,22 @@ def test_what_a_model_holds_besides_the_base_is_left_out(
     tmp_path: Path, text: list[Tensors], vision: Tensors, kind: str
 ) -> None:
     model = rename(text[1], *INSIDE[kind]) | vision
-    paths = save(tmp_path, base=text[0], model=model, same=text[1])
-    out = tmp_path / "out.safetensors"
-    expected = merge_paths(paths[0], paths[2:], tmp_path / "expected.safetensors")
-    assert_same(merge_paths(paths[0], [paths[1]], out), expected)
-    [warning] = run_merge(paths[0], [paths[1]], out).warnings
+    [warning] = merge_alike(tmp_path, text[0], model, text[1])
     assert f"0 of the base's are not in it and stay; {len(vision)} of its own" in warning
 
 
-@pytest.mark.parametrize("kind", VERSIONS)
-@pytest.mark.parametrize("other", VERSIONS)
+@pytest.mark.parametrize(
+    ("kind", "other"),
+    # Most names of llava and clip are equal, so that the others are as they are.
+    [pair for pair in product(VERSIONS, VERSIONS) if {*pair} != {"llava", "clip"}],
+)
 def test_models_that_see_are_merged_whichever_version_saved_them(
     tmp_path: Path, text: list[Tensors], vision: Tensors, kind: str, other: str
 ) -> None:
     base = text[0] | vision
     model = finetune(base, 4)
-    wanted = rename(model, *VERSIONS[kind])
-    paths = save(
-        tmp_path,
-        base=rename(base, *VERSIONS[kind]),
-        model=rename(model, *VERSIONS[other]),
-        same=wanted,
-    )
-    if {kind, other} == {"llava", "clip"}:
-        return  # most names are equal, so the others are as they are
-    expected = merge_paths(paths[0], paths[2:], tmp_path / "expected.safetensors")
-    assert_same(merge_paths(paths[0], [paths[1]], tmp_path / "out.safetensors"), expected)
+    renamed = [rename(tensors, *VERSIONS[kind]) for tensors in (base, model)]
+    merge_alike(tmp_path, renamed[0], rename(model, *VERSIONS[other]), renamed[1])
 
 
 def write_pair(tmp_path: Path, text: list[Tensors], vision: Tensors, **kinds: Any) -> list[Path]:
@@ -171,12 +175,10 @@ def test_the_configuration_of_the_text_part_is_compared(
     run("verify", "-q", out)
     [found] = run_merge(paths[1], [paths[0]], tmp_path / "reverse").warnings
     assert "its 'language_model.*' is the base's '*'" in found
-    kind = {"model_type": "mistral", "hidden_size": 8}
-    paths = write_pair(tmp_path, text, vision, model=kind)
+    paths = write_pair(tmp_path, text, vision, model={**LLAMA, "model_type": "mistral"})
     check_refused(*paths, "text_config.model_type is 'mistral', not 'llama'", "--any-base")
     check_refused(*reversed(paths), "model_type is 'llama', not 'mistral'", "--any-base")
-    odd = {"model_type": "llama", "hidden_size": 9}
-    paths = write_pair(tmp_path, text, vision, model=odd)
+    paths = write_pair(tmp_path, text, vision, model={**LLAMA, "hidden_size": 9})
     warnings = run_merge(paths[0], [paths[1]], out).warnings
     assert any("its text_config.hidden_size is 9, not 8" in warning for warning in warnings)
     part = {"model_type": "qwen2_vl", "text_config": {"model_type": "qwen2_vl_text"}}
@@ -184,41 +186,35 @@ def test_the_configuration_of_the_text_part_is_compared(
     run_merge(paths[0], [paths[1]], out)
 
 
+@pytest.mark.parametrize("is_base", [True, False])
 def test_a_head_that_is_tied_is_merged_like_the_embedding(
-    tmp_path: Path, text: list[Tensors], vision: Tensors
+    tmp_path: Path, text: list[Tensors], vision: Tensors, is_base: bool
 ) -> None:
+    """is_base: of what holds the language model. What is said of the whole of it counts."""
     models = [{n: t for n, t in model.items() if n != "lm_head.weight"} for model in text]
-    base = rename(models[0], *INSIDE["transformers 4"]) | vision
-    head = "language_model.lm_head.weight"
-    base[head] = base["language_model.model.embed_tokens.weight"].clone()
+    models[0]["lm_head.weight"] = models[0]["model.embed_tokens.weight"].clone()
+    whole = 0 if is_base else 1
+    models[whole] = rename(models[whole], *INSIDE["transformers 4"]) | vision
     tied = {"tie_word_embeddings": True}
-    paths = [
-        save_directory(tmp_path / "base", base, **LLAVA, **tied),
-        save_directory(tmp_path / "model", models[1], **LLAMA, **tied),
-    ]
-    merged = merge_paths(paths[0], [paths[1]], tmp_path / "out")
-    assert torch.equal(merged[head], merged["language_model.model.embed_tokens.weight"])
-    assert not torch.equal(merged[head], base[head])
-    # The reverse, where what is said of the whole model counts.
-    told = {"model_type": "llava", "text_config": {**LLAMA, "tie_word_embeddings": False}, **tied}
-    whole = rename(models[1], *INSIDE["transformers 4"]) | vision
-    plain = {**models[0], "lm_head.weight": models[0]["model.embed_tokens.weight"].clone()}
-    paths = [
-        save_directory(tmp_path / "text", plain, **LLAMA),
-        save_directory(tmp_path / "whole", whole, **told),
-    ]
-    merged = merge_paths(paths[0], [paths[1]], tmp_path / "back")
-    assert torch.equal(merged["lm_head.weight"], merged["model.embed_tokens.weight"])
+    told = {**LLAVA, "text_config": {**LLAMA, "tie_word_embeddings": False}, **tied}
+    configs = [told, {**LLAMA, **tied}] if is_base else [LLAMA, told]
+    folders = [tmp_path / "base", tmp_path / "model"]
+    for folder, model, config in zip(folders, models, configs, strict=True):
+        save_directory(folder, model, **config)
+    merged = merge_paths(folders[0], folders[1:], tmp_path / "out")
+    prefix = "language_model." if is_base else ""
+    head = f"{prefix}lm_head.weight"
+    assert torch.equal(merged[head], merged[f"{prefix}model.embed_tokens.weight"])
+    assert not torch.equal(merged[head], models[0][head])
 
 
 def test_other_numbers_of_tokens_are_met_as_everywhere(
     tmp_path: Path, text: list[Tensors], vision: Tensors, check_refused: Refusal
 ) -> None:
-    base = rename(text[0], *INSIDE["transformers 5"]) | vision
     own = [rename(model, *INSIDE["transformers 5"]) for model in text]
     more = {
         name: torch.cat([tensor, tensor[:4]]) if len(tensor) == 12 else tensor
-        for name, tensor in base.items()
+        for name, tensor in (own[0] | vision).items()
     }
     paths = save(tmp_path, base=more, model=text[1], same=own[1])
     check_refused(*paths[:2], "4 rows fewer", "--mismatch overlap")
@@ -240,70 +236,58 @@ def test_what_only_another_part_of_the_base_has_is_left_out(
 ) -> None:
     bias = {f"layers.{k}.self_attn.q_proj.bias": torch.full((8,), k / 9) for k in range(3)}
     eye = vision | {f"vision_tower.encoder.{name}": tensor for name, tensor in bias.items()}
-    base = rename(text[0], *INSIDE["transformers 5"]) | eye
+    own = [rename(model, *INSIDE["transformers 5"]) | eye for model in text]
     model = text[1] | {f"model.{name}": tensor + 1 for name, tensor in bias.items()}
-    paths = save(tmp_path, base=base, math=model)
-    merged = merge_paths(paths[0], paths[1:], tmp_path / "out.safetensors")
-    assert_same({name: merged[name] for name in eye}, eye)
+    merge_alike(tmp_path, own[0], model, own[1])
 
 
-@pytest.mark.parametrize("given", ["flag", "table"])
+@pytest.mark.parametrize("part_of", ["critic", {"": "critic."}], ids=["flag", "table"])
 def test_where_several_parts_fit_the_user_says_which(
-    tmp_path: Path, text: list[Tensors], check_refused: Refusal, given: str
+    tmp_path: Path, text: list[Tensors], check_refused: Refusal, part_of: Any
 ) -> None:
     base = rename(text[0], ("", "actor.")) | rename(text[0], ("", "critic."))
-    same = rename(text[1], ("", "critic."))
-    paths = save(tmp_path, base=base, math=text[1], same=same)
+    paths = save(tmp_path, base=base, math=text[1])
     words = ("its '*' is the base's 'actor.*', or its '*' is the base's 'critic.*'", "--part-of")
-    check_refused(*paths[:2], *words)
-    check_refused(*paths[:2], "begins with 'crtic.'", flags=["--part-of", "crtic"])
-    part_of: Any = "critic" if given == "flag" else {"": "critic."}
-    out = tmp_path / "out.safetensors"
-    merged = merge_paths(paths[0], [paths[1]], out, part_of=part_of)
-    assert_same(merged, merge_paths(paths[0], paths[2:], tmp_path / "expected.safetensors"))
-    run("-q", "-c", out, "-o", tmp_path / "again.safetensors")
-    assert (tmp_path / "again.safetensors").read_bytes() == out.read_bytes()
-    run("verify", "-q", out)
-    if given == "table":  # of prefixes, the longest counts
-        both = {"": "critic.", "model.": "actor.model."}
-        merged = merge_paths(paths[0], [paths[1]], out, part_of=both)
-        [same] = save(tmp_path, same=rename(text[1], ("model.", "actor.model."), ("", "critic.")))
-        assert_same(merged, merge_paths(paths[0], [same], tmp_path / "expected.safetensors"))
-    # The reverse: the base is one of two parts of the model.
+    check_refused(*paths, *words)
+    check_refused(*paths, "begins with 'crtic.'", flags=["--part-of", "crtic"])
+    merge_alike(tmp_path, base, text[1], rename(text[1], ("", "critic.")), part_of=part_of)
+    check_again(tmp_path / "out.safetensors")
+
+
+def test_of_prefixes_the_longest_counts_and_a_part_of_the_model_can_be_named(
+    tmp_path: Path, text: list[Tensors], check_refused: Refusal
+) -> None:
+    base = rename(text[0], ("", "actor.")) | rename(text[0], ("", "critic."))
+    same = rename(text[1], ("model.", "actor.model."), ("", "critic."))
+    both = {"": "critic.", "model.": "actor.model."}
+    merge_alike(tmp_path, base, text[1], same, part_of=both)
     pair = rename(text[1], ("", "actor.")) | rename(text[0], ("", "critic."))
-    [whole, plain] = save(tmp_path, whole=pair, plain=text[0])
+    [plain, whole] = save(tmp_path, plain=text[0], whole=pair)
     check_refused(plain, whole, "its 'actor.*' is the base's '*', or its 'critic.*'")
-    part_of = "actor." if given == "flag" else {"actor.": ""}
-    merged = merge_paths(plain, [whole], out, part_of=part_of)
-    assert_same(merged, merge_paths(plain, [paths[1]], tmp_path / "expected.safetensors"))
+    for part_of in ("actor.", {"actor.": ""}):
+        merge_alike(tmp_path, text[0], pair, text[1], part_of=part_of)
 
 
 def test_the_part_that_is_named_is_meant_even_if_the_names_fit_as_they_are(
     tmp_path: Path, text: list[Tensors], vision: Tensors, check_refused: Refusal
 ) -> None:
-    draft = rename(text[0], ("", "draft."))
+    base = text[0] | rename(text[0], ("", "draft."))
     own = rename(text[1], ("", "draft."))
-    paths = save(tmp_path, base=text[0] | draft, math=text[1], same=own, both=text[0] | own)
-    expected = merge_paths(paths[0], [paths[2]], tmp_path / "expected.safetensors")
-    out = tmp_path / "out.safetensors"
-    for path in paths[1:]:  # those whose names are those of the part are merged as they are
-        assert_same(merge_paths(paths[0], [path], out, part_of="draft."), expected)
+    for model in (text[1], own, text[0] | own):  # names of the part are merged as they are
+        merge_alike(tmp_path, base, model, own, part_of="draft.")
+    paths = save(tmp_path, base=base, math=text[1])
     words = "has a name that begins with 'nonsense.'"
-    check_refused(*paths[:2], words, "the base's are draft.", flags=["--part-of", "nonsense."])
+    check_refused(*paths, words, "the base's are draft.", flags=["--part-of", "nonsense."])
     with pytest.raises(DareError, match=words):
-        run_merge(paths[0], [paths[1]], out, part_of={"model.": "nonsense."})
+        run_merge(paths[0], [paths[1]], tmp_path / "no", part_of={"model.": "nonsense."})
     [seeing] = save(tmp_path, seeing=text[0] | vision)
     part = "multi_modal_projector."
     check_refused(seeing, paths[1], "nothing of", repr(part), flags=["--part-of", part])
     # What sees has most of the names, and those of its text begin otherwise.
-    pairs = [("model.", "model.language_model.")]
     more = {f"vision_tower.b{k}.weight": torch.full((3, 3), k / 7) for k in range(9)}
     sights = vision | more
-    base, same = (rename(model, *pairs) | sights for model in text)
-    paths = save(tmp_path, base=base, model=text[1] | sights, same=same)
-    expected = merge_paths(paths[0], paths[2:], tmp_path / "expected.safetensors")
-    merged = merge_paths(paths[0], [paths[1]], out, part_of="model.language_model.")
-    assert_same(merged, expected)
+    base, same = (rename(model, *INSIDE["transformers 5"]) | sights for model in text)
+    merge_alike(tmp_path, base, text[1] | sights, same, part_of="model.language_model.")
 
 
 def test_a_table_of_prefixes_is_a_setting_like_any_other(
@@ -315,7 +299,7 @@ def test_a_table_of_prefixes_is_a_setting_like_any_other(
     run("-q", "-c", config, "--engine", "plain")
     paths = [tmp_path / f"{name}.safetensors" for name in ("base", "code", "code")]
     expected = merge_paths(paths[0], paths[1:], tmp_path / "expected.safetensors", drop_rate=0)
-    assert_same(support.load_file(tmp_path / "out.safetensors"), expected)
+    assert_same(load_file(tmp_path / "out.safetensors"), expected)
     new = tmp_path / "new.toml"
     run("analyze", "-q", "-c", config, "--engine", "plain", "--write-config", new)
     assert 'part_of = {"model." = "model.language_model."}' in new.read_text()
@@ -330,20 +314,18 @@ def test_a_search_writes_files_and_in_memory_it_is_refused(
     tmp_path: Path, text: list[Tensors], vision: Tensors
 ) -> None:
     own = [rename(model, *INSIDE["transformers 5"]) for model in text]
-    paths = save(tmp_path, base=own[0] | vision, math=text[1], same=own[1])
-    out = tmp_path / "expected.safetensors"
-    expected = merge_paths(paths[0], paths[2:], out)
+    base, math = save(tmp_path, base=own[0] | vision, math=text[1])
+    merger = make_merger(base, [math], engine="plain")
+    axes = {"lambda_coeff": [0.0, 1.0]}
 
-    def compare(path: str) -> int:
-        found = support.load_file(path)
-        return sum(torch.equal(found[name], expected[name]) for name in expected)
+    def count_changed(path: str) -> int:
+        found = load_file(path)
+        return sum(not torch.equal(found[name], tensor) for name, tensor in own[0].items())
 
-    merger = make_merger(paths[0], paths[1:2], engine="plain")
-    axes = {"drop_rate": [0.5, 0.9]}
-    winner = merger.sweep(compare, axes, folder=tmp_path).winner
-    assert (winner.params, winner.scores) == ({"drop_rate": 0.5}, [len(expected)])
+    winner = merger.sweep(count_changed, axes, folder=tmp_path).winner
+    assert winner.params == {"lambda_coeff": 1.0}
     with pytest.raises(DareError, match=r"math.safetensors' is no whole model of plain weights"):
-        merger.sweep(compare, axes, in_memory=True)
+        merger.sweep(count_changed, axes, in_memory=True)
 
 
 def test_names_that_are_alike_by_chance_are_refused_as_before(
@@ -375,31 +357,28 @@ def test_models_of_transformers_are_merged_into_one_another(
     """live: with the names of the modules, which are not always those that are saved."""
     transformers = pytest.importorskip("transformers")
     kind, eye, text_class = SEEING[family]
-    texts = {"model_type": kind, **SMALL}
     sights = {"model_type": eye, **EYE, **PICTURE, "out_hidden_size": 16}
+    texts = {"model_type": kind, **SMALL}
     parts = {"text_config": texts, "vision_config": sights, "tie_word_embeddings": False}
     config = getattr(transformers, f"{family}Config")(**parts)
+    plain = getattr(transformers, text_class)
     torch.manual_seed(0)
     seeing = getattr(transformers, f"{family}ForConditionalGeneration")(config)
-    torch.manual_seed(1)
-    plain = getattr(transformers, text_class)
     speaking = plain(plain.config_class(**SMALL))
-    for name, model in (("base", seeing), ("math", speaking)):
-        model.save_pretrained(tmp_path / name)
+    base, math = tmp_path / "base", tmp_path / "math"
+    for path, model in ((base, seeing), (math, speaking)):
+        model.save_pretrained(path)
         state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
         if live:
-            support.save_file(state, tmp_path / name / "model.safetensors", {"format": "pt"})
-    base, math = tmp_path / "base", tmp_path / "math"
+            support.save_file(state, path / "model.safetensors", {"format": "pt"})
     merged = merge_paths(base, [math], tmp_path / "out", drop_rate=0)
     before = tensors_in(base)
     own = {name.removeprefix("model."): t for name, t in speaking.state_dict().items()}
     changed = {name: t for name, t in merged.items() if not torch.equal(t, before[name])}
     assert len(changed) == sum(bool(tensor.std()) for tensor in own.values())  # norms are ones
-    back = merge_paths(math, [base], tmp_path / "back", drop_rate=0)
-    assert back.keys() == tensors_in(math).keys()
     for name, tensor in changed.items():
         [end] = [end for end in own if f".{name}".endswith(f".{end}")]
         assert torch.allclose(tensor, own[end], atol=1e-6)
-        there = back[end] if end in back else back[f"model.{end}"]
-        assert torch.allclose(there, before[name], atol=1e-6)
+    back = merge_paths(math, [base], tmp_path / "back", drop_rate=0)
+    assert back.keys() == tensors_in(math).keys()
     run("verify", "-q", tmp_path / "out")

@@ -1,15 +1,11 @@
 """Machine code: proved before it is used, kept where nobody else can write, replaced by the next
 engine if it fails."""
 
-import ctypes
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -18,17 +14,14 @@ import pytest
 
 import dare
 from darelib.core.interrupts import Interrupts
-from darelib.kernels import EngineUnavailable, KernelSpec, engines, native, objects
+from darelib.kernels import EngineUnavailable, KernelSpec, engines, fallback, native, objects
 from darelib.kernels.engines import load_kernels
-from darelib.kernels.proof import prove_function
-from darelib.kernels.records import MODEL, TENSOR
-from tests.scene import contents, launch, wait_for
+from tests.scene import contents, wait_for
 from tests.support import HERE, POSIX, Capture, Models, Patch, command, run_merge, slow, snapshot
 
 SLOW = pytest.mark.slow
 OUT = "out.safetensors"
 SUM = KernelSpec("sum", "BF16", "BF16", "BF16")
-MERGE = native.find_code(SUM)
 
 # --- kernels that are wrong -----------------------------------------------------------------------
 
@@ -46,7 +39,7 @@ WRONG = {
     ),
 }
 REASONS = {
-    "a symbol": "the kernel merge needs NRT_decref, which only Numba has",
+    "a symbol": "the kernel sum needs NRT_decref, which only Numba has",
     "the bits": "the compiled kernel sum gives another peak than its definition",
     "a crash": "its compiler, or what that made, crashed with status ",
 }
@@ -144,76 +137,21 @@ def test_what_failed_once_is_not_tried_again_by_the_same_process(monkeypatch: Pa
     assert tried.call_count == 2
 
 
-def test_numba_in_this_process_is_proved_too(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(native, "run_compilers", Mock())
-    monkeypatch.setattr(native, "_loaded", {})
-    for run_here, words in (
-        (lambda code: lambda *_: None, "sum gives another peak"),
-        (Mock(side_effect=ZeroDivisionError("no")), "ZeroDivisionError: no"),
-    ):
-        monkeypatch.setitem(sys.modules, "darelib.kernels.cpu", Mock(run_here=run_here))
-        with Interrupts() as interrupts, pytest.raises(EngineUnavailable, match=words):
-            engines.load_here([SUM], interrupts)
-
-
-# By kernel: which of its arguments it writes to, and where.
-RESULTS = {
-    "sum": (2, 2 * 100),
-    "elect": (2, 2 * 2084),
-    "average": (4, TENSOR.fields["base_size"][1]),
-    "products": (2, 8 * 3),  # the second, behind the sums of three tiles
-    "sums": (3, MODEL.fields["kept_size"][1]),
-    "count": (6, 4 * 0x3A80),
-    "measure": (7, 0),
-    "rank": (4, 5),
-    "pack": (2, 7),
-    "unpack": (2, 7),
-    "expand": (2, 99),
-    **dict.fromkeys(("near", "select", "boost", "fuse"), (2, 2 * 100)),
-    **dict.fromkeys(("variance", "importance"), (6, 0)),
-    "squares": (3, MODEL.fields["squares"][1]),
-    "overlap": (3, MODEL.fields["shared"][1]),
-    "diverge": (3, 1),
-}
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [kind if kind in ("sum", "elect") else slow(kind) for kind in RESULTS],
-)
-def test_one_bit_that_is_wrong_is_found(kind: str) -> None:
-    types = ["F32"] * 3 if kind == "expand" else ["BF16"] * 3
-    code = native.find_code(KernelSpec(kind, *types))
-    with Interrupts() as interrupts:
-        load_kernels([KernelSpec(kind, *types)], "numba", interrupts)
-    prove_function(code, native._loaded[code])
-    way = native.SHARED[kind][1] if kind in native.SHARED else None
-    argument, offset = RESULTS[kind]
-
-    def spoil(*arguments: int) -> None:
-        native._loaded[code](*arguments)
-        if way is None or way == arguments[-1]:
-            ctypes.c_ubyte.from_address(arguments[argument] + offset).value ^= 1
-
-    with pytest.raises(EngineUnavailable, match=f"^the compiled kernel {kind} gives another "):
-        prove_function(code, spoil)
-
-
 @SLOW
 @pytest.mark.parametrize(
     ("kind", "module", "right", "wrong"),
     [  # by kernel: what a compiler might get wrong, where the sources say it
-        ("merge", "parts", " if share[j] > 0 else zero", ""),
-        ("merge", "parts", "x1 = first >> np.uint64(32)", "x1 = np.uint64(0)"),
-        ("merge", "parts", "pad_rows(base, count, tiles * TILE)", "pass"),
-        ("merge", "parts", "pad_rows(finetuned, count, tiles * TILE)", "pass"),
-        ("merge", "parts", "pad_rows(scratch[ZERO_ROW : ZERO_ROW + 1], 0, TILE)", "pass"),
-        ("merge", "parts", "(at_low if is_low else at_high)", "at_low"),
-        ("merge", "parts", "model.kept -= np.uint64(bits[j] <= limit)", "pass"),
-        ("merge", "cpu", "value = base[j] if change == 0 else sum_", "value = sum_"),
-        ("totals", "parts", "pad_rows(base, count, tiles * TILE)", "pass"),
-        ("totals", "looks", "BASE_ROW if tensor.from_zero else ZERO_ROW", "BASE_ROW"),
-        ("totals", "looks", "rows[SCRATCH_ROWS + i, j] = origin[j]", "pass"),
+        ("elect", "tiles", " if share[j] > 0 else zero", ""),
+        ("sum", "parts", "x1 = first >> np.uint64(32)", "x1 = np.uint64(0)"),
+        ("sum", "parts", "base[count:] = 0", "pass"),
+        ("sum", "parts", "finetuned[:, count : tiles * TILE] = 0", "pass"),
+        ("sum", "parts", "scratch[ZERO_ROW] = 0", "pass"),
+        ("sum", "parts", "(at_low if is_low else at_high)", "at_low"),
+        ("sum", "parts", "model.kept -= np.uint64(bits[j] <= limit)", "pass"),
+        ("sum", "cpu", "value = base[j] if change == 0 else sum_", "value = sum_"),
+        ("products", "parts", "base[count:] = 0", "pass"),
+        ("products", "looks", "chunk.base if tensor.from_zero else chunk.zeros", "chunk.base"),
+        ("products", "looks", "chunk.kept[i, j] = origin[j]", "pass"),
         ("rank", "looks", "passes = max(1, ", "passes = ("),
         ("count", "looks", "elif prefix == model.prefix_2:", "elif prefix == model.prefix:"),
         (
@@ -225,11 +163,24 @@ def test_one_bit_that_is_wrong_is_found(kind: str) -> None:
         ("pack", "cpu", "if start + picked[k] < count:", "if True:"),
         ("unpack", "parts", "while mask and done < np.uint64(len(entries)):", "while mask:"),
         ("unpack", "parts", "flags[j] = 0", "pass"),
-        ("merge", "parts", "drops_some = model.ranked or limit", "drops_some = limit"),
+        ("sum", "parts", "drops_some = model.ranked or limit", "drops_some = limit"),
         ("expand", "cpu", "while k < rank:", "while k < rank - 1:"),
         ("select", "tiles", "averaged if variance[j] >= bound else real(0)", "averaged"),
         ("overlap", "tiles", "np.uint32(number[j] > 1)", "np.uint32(number[j] > 0)"),
-        ("importance", "tiles", "min(count - start, TILE)", "TILE"),
+        (
+            "average",
+            "tiles",
+            "elect(chunk, True)\n\n\ndef swap",
+            "elect(chunk, False)\n\n\ndef swap",
+        ),
+        ("near", "tiles", "min(share, real(1))", "share"),
+        ("boost", "tiles", "row[j] != 0 and chunk.left[j] == 1", "row[j] != 0"),
+        ("fuse", "tiles", "abs(value) >= scale", "abs(value) > scale"),
+        ("variance", "tiles", "if chunk.right[j] > 0:", "if chunk.right[j] >= 0:"),
+        ("squares", "tiles", "row[j] if variance[j] >= bound else real(0)", "row[j]"),
+        ("diverge", "tiles", "found[row] = 0 if total < 0 else total", "found[row] = total + 1e-9"),
+        ("sums", "looks", "abs(np.float64(values[j]))", "np.float64(values[j])"),
+        ("importance", "tiles", "min(chunk.count - tile * TILE, TILE)", "TILE"),
     ],
 )
 def test_what_a_compiler_might_get_wrong_is_found(
@@ -253,7 +204,7 @@ def test_what_a_compiler_might_get_wrong_is_found(
     "types", [("F32", "F64", "F64"), ("F64", "BF16", "F16"), ("F16", "F32", "BF16")]
 )
 def test_kernels_of_mixed_types_are_proved(types: tuple[str, str, str]) -> None:
-    specs = [KernelSpec(kind, *types) for kind in RESULTS if kind != "expand"]
+    specs = [KernelSpec(kind, *types) for kind in fallback.KERNELS if kind != "expand"]
     with Interrupts() as interrupts:
         assert load_kernels(specs, "numba", interrupts).keys() == set(specs)
 
@@ -270,14 +221,14 @@ def compiled(tmp_path: Path, monkeypatch: Patch) -> list[str]:
     usual = objects.find_cache()
     made = list[str]()
 
-    def copy(words: list[str], messages: Path) -> subprocess.Popen[bytes]:
+    def copy(words: list[str], _: Path) -> subprocess.Popen[bytes]:
         for path in map(Path, words[1:]):
-            if path.parent == messages.parent:  # which somebody waits for
-                made.append(str(objects.code_of(path.name)))
-                shutil.copy(usual / path.name, path)
+            made.append(str(objects.code_of(path.name)))
+            objects.store(objects.read_object(usual / path.name), path)
         return subprocess.Popen([sys.executable, "-S", "-c", "pass"])
 
     monkeypatch.setattr(native, "_start", copy)
+    monkeypatch.setattr(native, "COMPANIONS", ())
     monkeypatch.setattr(native, "_loaded", {})
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "kernels"))
     return made
@@ -294,25 +245,27 @@ def run_command(models: list[Path], *flags: str) -> int:
 def test_kernels_are_compiled_once_with_a_note_and_damaged_ones_again(
     compiled: list[str], models: list[Path], tmp_path: Path, capsys: Capture
 ) -> None:
-    assert run_command(models) == 0
-    assert (
-        capsys.readouterr().err == "compiling for this machine (BF16); later runs start at once\n"
-    )
+    before = os.umask(0)
+    try:
+        assert run_command(models) == 0
+    finally:
+        os.umask(before)
+    note = "compiling for this machine (BF16); later runs start at once\n"
+    assert capsys.readouterr().err == note
     [kernel] = (tmp_path / "kernels").glob("*.o")
-    assert kernel.name.startswith("dare.merge-BF16-BF16-BF16.")
+    if os.name != "nt":  # nobody else can write there
+        modes = [path.stat().st_mode & 0o777 for path in (kernel, kernel.parent)]
+        assert modes == [0o644, 0o755]
     older = kernel.with_name(kernel.name.rsplit(".", 2)[0] + ".0123456789abcdef.o")
     older.write_bytes(b"another version's")
-    assert run_command(models, "--method", "ties") == 0, "with the same kernel"
+    assert run_command(models, "--weights", "2") == 0, "with the same kernel"
     assert "compiling for" not in capsys.readouterr().err
     whole = kernel.read_bytes()
-    for damaged in (
-        whole[:-1],
-        older.read_bytes(),
-        objects._digest(older, whole[32:]) + whole[32:],
-    ):
-        kernel.write_bytes(damaged)  # the last has another file's name
+    renamed = objects._digest(older, whole[32:]) + whole[32:]
+    for damaged in (whole[:-1], older.read_bytes(), renamed):
+        kernel.write_bytes(damaged)
         assert run_command(models) == 0
-    assert compiled == [str(MERGE)] * 4
+    assert compiled == [str(SUM)] * 4
     assert older.exists()
 
 
@@ -327,7 +280,7 @@ def test_a_kernel_that_somebody_else_may_have_written_is_not_run(
     whose: str,
 ) -> None:
     run_merge(models[0], models[1:2], tmp_path / "usual.safetensors")
-    planted = tmp_path / "kernels" / objects.object_name(MERGE)
+    planted = tmp_path / "kernels" / objects.object_name(SUM)
     compiled.clear()
     shutil.rmtree(planted.parent)
     wrong = llvm.parse_assembly(write_code("the bits", "kernel"))
@@ -338,52 +291,17 @@ def test_a_kernel_that_somebody_else_may_have_written_is_not_run(
             os.chown(planted, 12345, -1)
         else:
             monkeypatch.setattr(os, "geteuid", Mock(return_value=os.geteuid() + 1))
-        reason = "belongs to another user"
     else:
         (planted if whose == "writable for all" else planted.parent).chmod(0o777)
-        reason = "others can write to "
+    reason = "belongs to another" if whose == "another user's" else "others can write to "
     assert run_command(models, "-q") == 0
     [line] = capsys.readouterr().err.splitlines()
     assert re.match(f"warning: .*{reason}.*so no kernel there is run", line)
     assert contents(tmp_path / OUT) == contents(tmp_path / "usual.safetensors")
-    assert compiled == [str(MERGE)]
+    assert compiled == [str(SUM)]
     assert [path.read_bytes() for path in planted.parent.iterdir()] == [before], (
         "and nothing is kept there"
     )
-
-
-@POSIX
-def test_kernels_are_stored_so_that_nobody_else_can_write_to_them(
-    compiled: list[str], models: list[Path], tmp_path: Path
-) -> None:
-    before = os.umask(0)
-    try:
-        assert run_command(models) == 0
-    finally:
-        os.umask(before)
-    assert [path.stat().st_mode & 0o777 for path in tmp_path.glob("kernels/*.o")] == [0o644]
-    assert (tmp_path / "kernels").stat().st_mode & 0o777 == 0o755
-    assert run_command(models) == 0
-    assert compiled == [str(MERGE)]
-
-
-def test_who_wants_what_is_being_compiled_waits_for_it(
-    compiled: list[str], models: list[Path], tmp_path: Path
-) -> None:
-    assert run_command(models) == 0
-    kernel = tmp_path / "kernels" / objects.object_name(MERGE)
-    made = objects.read_object(kernel)
-    kernel.unlink()
-    kernel.with_suffix(objects.MAKING).touch()
-    threading.Timer(0.3, objects.store, [made, kernel]).start()
-    assert run_command(models) == 0
-    assert compiled == [str(MERGE)], "and not once more"
-    for said in (0, time.time() + 3600):  # by a process that died, or by another clock
-        kernel.unlink()
-        kernel.with_suffix(objects.MAKING).touch()
-        os.utime(kernel.with_suffix(objects.MAKING), (said, said))
-        assert run_command(models) == 0
-    assert compiled == [str(MERGE)] * 3
 
 
 @SLOW
@@ -391,8 +309,9 @@ def test_after_the_first_merge_other_ways_to_merge_the_same_type_need_no_compile
     models: list[Path], tmp_path: Path
 ) -> None:
     folder = tmp_path / "kernels"
+    kinds = {f"dare.{kind}" for kind in native.COMPANIONS}
     words = ["-b", models[0], "-m", *models[1:], "-o", tmp_path / "out", "--force"]
-    for way in (
+    ways = (
         "",
         "--method ties --keep-ratio 0.5",
         "--method slerp",
@@ -401,13 +320,12 @@ def test_after_the_first_merge_other_ways_to_merge_the_same_type_need_no_compile
         "--drop della --drop-rate 0.5",
         "--drop breadcrumbs",
         "--rescale l1",
-    ):
+    )
+    for way in ways:
         done = command(*words, *way.split(), env={**os.environ, "NUMBA_CACHE_DIR": str(folder)})
         assert done.returncode == 0, done.stderr
         assert ("compiling for this machine (" in done.stderr) == (not way), way
-    wait_for(lambda: not list(folder.glob("*.making")), 60)
-    kinds = {path.name.split("-")[0].removeprefix("dare.") for path in folder.iterdir()}
-    assert kinds == set(native.COMPANIONS)
+        wait_for(lambda: {name.split("-")[0] for name in os.listdir(folder)} == kinds, 120)
 
 
 def test_kernels_depend_on_their_own_sources_and_on_nothing_else(
@@ -430,7 +348,7 @@ def test_a_folder_for_kernels_that_cannot_be_written_only_costs_time(
     (tmp_path / "blocked").write_text("not a directory")
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "blocked" / "below"))
     assert (run_command(models), run_command(models)) == (0, 0)
-    assert compiled == [str(MERGE)] * 2
+    assert compiled == [str(SUM)] * 2
     assert capsys.readouterr().err.count("compiling for this machine (BF16)\n") == 2, (
         "nothing is promised"
     )
@@ -455,7 +373,7 @@ def test_a_compiler_imports_nothing_from_the_working_directory_and_may_print_wha
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONVERBOSE": "1"}
     done = command("-q", "-b", models[0], "-m", models[1], "-o", OUT, env=environment, cwd=tmp_path)
     assert (done.returncode, "cannot be used" in done.stderr) == (0, False)
-    assert len(list((tmp_path / "cache").glob("dare.merge-*.o"))) == 1
+    assert len(list((tmp_path / "cache").glob("dare.sum-*.o"))) == 1
 
 
 @pytest.mark.parametrize("missing", ["llvmlite", "numba"])
@@ -478,18 +396,3 @@ def test_without_numba_numpy_computes_the_same_and_one_warning_is_printed(
     assert contents(tmp_path / OUT) == contents(tmp_path / "usual.safetensors")
     assert run_command(models, "-q", "--engine", "numba") == 1
     assert "error: the engine numba cannot be used: " in capsys.readouterr().err
-
-
-@POSIX
-@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupt_while_kernels_are_compiled_stops_at_once(
-    models: list[Path], tmp_path: Path, sent: signal.Signals, status: int
-) -> None:
-    before = snapshot(tmp_path)
-    words = ["-b", models[0], "-m", models[1], "-o", tmp_path / OUT]
-    process = launch("", *words, NUMBA_CACHE_DIR=str(tmp_path / "cache"))
-    assert "compiling" in process.stderr.readline()
-    process.send_signal(sent)
-    _, error = process.communicate(timeout=2)
-    assert (process.returncode, error.splitlines()[0]) == (status, "interrupted")
-    assert snapshot(tmp_path) == before

@@ -6,37 +6,35 @@ from typing import Any, Final
 import llvmlite.binding as llvm
 import numpy as np
 
+from darelib.core.formats import FORMATS
 from darelib.core.mask import TILE
 from darelib.kernels import EngineUnavailable, KernelSpec, looks, tiles
 from darelib.kernels.parts import (
-    build,
+    ENCODERS,
+    RAW,
     carray,
     combine,
     decode,
     decode_finetuned,
     draw,
     encode,
+    fill_in,
     finetuned_raw,
     fold,
+    inline,
+    list_names,
     narrow,
-    open_buffers,
+    numba,
+    open_chunk,
     output_raw,
     pick,
     real,
+    round_to_odd,
     scatter,
     thin_model,
     unsigned,
 )
-from darelib.kernels.records import (
-    ADD,
-    BASE_ROW,
-    DIVISOR_ROW,
-    MERGED_ROW,
-    MODEL,
-    SCRATCH_ROWS,
-    SIZE_ROW,
-    ZERO_ROW,
-)
+from darelib.kernels.records import MODEL
 
 
 def merge_chunk(
@@ -46,74 +44,53 @@ def merge_chunk(
     models_at: Any,
     tensor_at: Any,
     scratch_at: Any,
-    _counts: Any,
+    counts_at: Any,
     _pairs: Any,
     limits_at: Any,
     count: int,
     stride: int,
     models: int,
     first_tile: int,
-    way: int,
+    _: int,
 ) -> None:  # compiled
-    """Merges one chunk: decode, subtract, mask, combine, encode.
-
-    way: ADD, ELECT or AVERAGE; anything but ADD where another function combines.
-    """
-    tiles, base_all, finetuned_all, records, tensors, scratch, bits, limits = open_buffers(
+    """Merges one chunk: decode, subtract, mask, combine, encode."""
+    chunk = open_chunk(
         base_at,
         finetuned_at,
+        output_at,
         models_at,
         tensor_at,
         scratch_at,
+        counts_at,
         limits_at,
         count,
         stride,
         models,
+        first_tile,
     )
-    tensor = tensors[0]
-    output_all = carray(output_at, (1, tiles * TILE), output_raw)[0]
-    base = scratch[BASE_ROW]
-    merged = scratch[MERGED_ROW]
-    size = scratch[SIZE_ROW]
-    kept = scratch[SCRATCH_ROWS:]
-    by_entry = carray(limits_at, (1, tiles * TILE), np.float32)[0]
+    tensor = chunk.tensors[0]
+    outputs = carray(output_at, (chunk.tiles * TILE,), output_raw)
+    base, merged = chunk.base, chunk.merged
     lambda_coeff = real(tensor.lambda_coeff)
     base_share = real(tensor.base_share)
-    for tile in range(tiles):
-        start = tile * TILE
-        raw = base_all[start : start + TILE]
+    for tile in range(chunk.tiles):
+        raw = chunk.raw_base[tile * TILE : (tile + 1) * TILE]
         for j in range(TILE):
             value = decode(raw[j])
             base[j] = value
-            size[j] = abs(value)
+            chunk.size[j] = abs(value)
             merged[j] = base_share * value
-        tensor.base_size += fold(size)
+        tensor.base_size += fold(chunk.size)
         for i in range(models):
-            model = records[i]
-            thin_model(
-                finetuned_all[i, start : start + TILE],
-                count - start,
-                first_tile + tile,
-                model,
-                scratch[ZERO_ROW if model.is_delta else BASE_ROW],
-                bits,
-                limits[i, start : start + TILE],
-                size,
-                scratch[DIVISOR_ROW],
-                kept[i],
-                merged,
-                real(tensor.threshold),
-                way != ADD,
-            )
-            model.size += fold(size)
-        own = by_entry[start : start + TILE]
-        combine(kept, records, tensor, merged, scratch, own, way)
+            thin_model(chunk, tile, i, chunk.kept[i], merged)
+            chunk.models[i].size += fold(chunk.size)
+        combine(chunk, tile)
         if tensor.exact:
-            raw_finetuned = finetuned_all[0, start : start + TILE]
+            raw = chunk.raw_models[0, tile * TILE : (tile + 1) * TILE]
             for j in range(TILE):
-                base[j] = decode_finetuned(raw_finetuned[j])
+                base[j] = decode_finetuned(raw[j])
                 merged[j] = 0
-        output = output_all[start : start + TILE]
+        output = outputs[tile * TILE : (tile + 1) * TILE]
         peak = unsigned(tensor.peak)
         for j in range(TILE):
             change = lambda_coeff * merged[j]
@@ -128,7 +105,7 @@ def expand_chunk(
     left_at: Any,
     right_at: Any,
     output_at: Any,
-    numbers_at: Any,
+    _models: Any,
     _tensor: Any,
     _scratch: Any,
     _counts: Any,
@@ -138,17 +115,17 @@ def expand_chunk(
     columns: int,
     rank: int,
     first: int,
+    ranks_before: int,
 ) -> None:  # compiled
     """Multiplies an adapter's two matrices, for a range of the product's elements.
 
     The products are added in the order of the rank, whatever the range: no library promises the
     same bits twice.
     """
-    ranks_before = carray(numbers_at, (1,), np.int64)[0]
     rows = (first + count + columns - 1) // columns
     left_all = carray(left_at, (rows, rank), real)
     right_all = carray(right_at, (rank, columns), real)
-    output = carray(output_at, (1, count), real)[0]
+    output = carray(output_at, (count,), real)
     place = first
     done = 0
     for row in range(rows):
@@ -192,20 +169,20 @@ def pack_chunk(
     _stride: int,
     _models: int,
     first_tile: int,
+    _: int,
 ) -> None:  # compiled
     """Picks the entries of a chunk that the mask keeps."""
-    given = carray(finetuned_at, (1, count), finetuned_raw)[0]
-    made = carray(output_at, (1, count), finetuned_raw)[0]
+    given = carray(finetuned_at, (count,), finetuned_raw)
+    made = carray(output_at, (count,), finetuned_raw)
     model = carray(models_at, (1,), MODEL)[0]
-    rows = carray(scratch_at, (2, 2 * TILE), np.uint16)
-    bits = rows[0]
-    picked = rows[1]
+    rows = carray(scratch_at, (2, TILE), np.uint16)
     kept: Any = np.int64(0)
     for start in range(0, count, TILE):
-        draw(bits, first_tile + start // TILE, model.key_0, model.key_1)
-        for k in range(pick(bits, np.uint16(model.limit), picked)):
-            if start + picked[k] < count:
-                made[kept] = given[start + picked[k]]
+        draw(rows[0], first_tile + start // TILE, model.key_0, model.key_1)
+        for k in range(pick(rows[0], np.uint16(model.limit), rows[1])):
+            place = start + rows[1, k]
+            if place < count:
+                made[kept] = given[place]
                 kept += 1
     model.kept = kept
 
@@ -215,24 +192,25 @@ def unpack_chunk(
     entries_at: Any,
     values_at: Any,
     models_at: Any,
-    _tensor: Any,
-    scratch_at: Any,
+    bits_at: Any,
+    _scratch: Any,
     _counts: Any,
     _pairs: Any,
     _limits: Any,
     count: int,
     available: int,
-    _models: int,
     first_tile: int,
+    _zero: int,
+    _: int,
 ) -> None:  # compiled
     """Makes values of the base's and of a packed model's entries, where the mask keeps them."""
-    base = carray(base_at, (1, count), finetuned_raw)[0]
-    entries = carray(entries_at, (1, available), finetuned_raw)[0]
-    values = carray(values_at, (1, count), finetuned_raw)[0]
+    base = carray(base_at, (count,), finetuned_raw)
+    entries = carray(entries_at, (available,), finetuned_raw)
+    values = carray(values_at, (count,), finetuned_raw)
     model = carray(models_at, (1,), MODEL)[0]
-    bits = carray(scratch_at, (1, TILE), np.uint16)[0]
-    flags = carray(scratch_at, (3, TILE), np.uint8)[2]  # behind the bits
-    words = carray(scratch_at, (3, TILE // 8), np.uint64)[2]
+    bits = carray(bits_at, (TILE,), np.uint16)
+    flags = carray(bits_at, (3, TILE), np.uint8)[2]  # behind the bits
+    words = carray(bits_at, (3, TILE // 8), np.uint64)[2]
     limit = np.uint16(model.limit)
     kept: Any = np.int64(0)
     for start in range(0, count, TILE):
@@ -248,34 +226,42 @@ def unpack_chunk(
 # What a kernel may call: every process has these (the last two on a Mac).
 FROM_C: Final = frozenset({"memset", "memcpy", "memmove", "bzero", "memset_pattern16"})
 
-TEMPLATES: Final = {
-    **dict.fromkeys(tiles.COMBINERS, merge_chunk),
-    **dict.fromkeys(tiles.NOTERS, tiles.note_chunk),
-    "diverge": tiles.diverge_rows,
-    "expand": expand_chunk,
-    "pack": pack_chunk,
-    "unpack": unpack_chunk,
-    "totals": looks.add_chunk,
-    "rank": looks.rank_rows,
-    "count": looks.count_chunk,
-    "measure": looks.measure_chunk,
+# By kernel: its template, and what is filled in where that calls it.
+KERNELS: Final[Mapping[str, tuple[Any, Mapping[str, Any]]]] = {
+    **{kind: (merge_chunk, {"combine": part}) for kind, part in tiles.COMBINERS.items()},
+    **{kind: (tiles.note_chunk, {"note": part}) for kind, part in tiles.NOTERS.items()},
+    "measure": (looks.measure_chunk, {part.__name__: part for part in looks.MEASURES}),
+    "diverge": (tiles.diverge_rows, {}),
+    "expand": (expand_chunk, {}),
+    "pack": (pack_chunk, {}),
+    "unpack": (unpack_chunk, {}),
+    "products": (looks.multiply_chunk, {}),
+    "sums": (looks.add_chunk, {}),
+    "rank": (looks.rank_rows, {}),
+    "count": (looks.count_chunk, {}),
 }
 
 
-# What is filled in where a template calls it.
-PARTS: Final[Mapping[str, Mapping[str, Any]]] = {
-    **{kind: {"combine": part} for kind, part in tiles.COMBINERS.items()},
-    **{kind: {"note": part} for kind, part in tiles.NOTERS.items()},
-}
-
-
-def build_kernel(code: KernelSpec) -> Any:
-    return build(TEMPLATES[code.kind], code, PARTS.get(code.kind, {}))
+def build(code: KernelSpec) -> Any:
+    """A kernel for some types. All are given nine addresses, then five whole numbers."""
+    template, parts = KERNELS[code.kind]
+    is_wide = code.real == "F64"
+    is_apart = code.kind not in ("sum", "products")  # which only want them added to something
+    names = dict(list_names(code.base, code.finetuned, is_wide, is_apart))
+    for name, part in parts.items():
+        names[name] = inline(fill_in(part, names))
+    rounds_twice = is_wide and FORMATS[code.output].bits == 16
+    names["encode"] = ENCODERS[code.output]
+    names["narrow"] = round_to_odd if rounds_twice else names["real"]
+    names["output_raw"] = RAW[code.output]
+    types = numba.types
+    signature = types.void(*[types.voidptr] * 9, *[types.intp] * 5)
+    return numba.cfunc(signature)(fill_in(template, names))
 
 
 def run_here(code: KernelSpec) -> Callable[..., None]:
     """The kernel as a function of this process, which Numba owns."""
-    compiled = build_kernel(code)
+    compiled = build(code)
 
     def call(*arguments: int) -> None:
         compiled.ctypes(*arguments)
@@ -290,7 +276,7 @@ def compile_object(code: KernelSpec, machine: Any) -> bytes:
     is kept is the bare function, without its wrappers for Python:
     status = kernel(return slot, exception slot, arguments...).
     """
-    function = build_kernel(code)
+    function = build(code)
     module = llvm.parse_assembly(function.inspect_llvm())
     bare = function.native_name.removeprefix("cfunc.")
     for other in module.functions:

@@ -15,7 +15,7 @@ from darelib.core.mask import KEEP_ALL, TILE
 from darelib.core.methods import Coefficients
 from darelib.kernels import Kernel, KernelSpec, entries, plain
 from darelib.kernels.arrays import Array, add_up, fold_tiles
-from darelib.kernels.records import BINS, FIRST_BIN, SINGLE, Buffers
+from darelib.kernels.records import BINS, FIRST_BIN, MERGES, Buffers
 
 
 def load_kernels(specs: Collection[KernelSpec], interrupts: Interrupts) -> dict[KernelSpec, Kernel]:
@@ -36,26 +36,24 @@ def open_model(
     spec: KernelSpec, buffers: Buffers, i: int, base: Array, first_tile: int
 ) -> plain.Part:
     model = buffers.models[i]
+    delta = find_delta(spec, buffers, i, base)
+    if not drops_some(model):  # nothing need be drawn
+        return delta, np.ones(len(delta), bool), None
     thresholds: Any = int(model["limit"]) + 1
     if model["ranked"]:
         thresholds = buffers.limits[i, : len(base)].astype(np.int32) + 1
     bounds = Bounds(*(model[name].item() for name in Bounds._fields)) if model["bounded"] else None
-    return plain.keep(
-        find_delta(spec, buffers, i, base),
-        draw_bits(model, len(base), first_tile),
-        thresholds,
-        bounds,
-        bool(model["divided"]),
-    )
+    bits = draw_bits(model, len(base), first_tile)
+    return plain.keep(delta, bits, thresholds, bounds, bool(model["divided"]))
 
 
-def open_chunk(
+def open_models(
     spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int
-) -> tuple[Array, Iterator[tuple[Any, plain.Part]]]:
-    """The base's values; then, of each model, its record and what is kept of it."""
+) -> Iterator[tuple[Any, plain.Part]]:
+    """The record of each model and what is kept of it."""
     base = read(buffers.base, spec.base, spec.real, count)
-    parts = (open_model(spec, buffers, i, base, first_tile) for i in range(models))
-    return base, zip(buffers.models, parts, strict=False)
+    for i in range(models):
+        yield buffers.models[i], open_model(spec, buffers, i, base, first_tile)
 
 
 def draw_bits(model: Any, count: int, first_tile: int) -> Array:
@@ -89,82 +87,61 @@ def thin_chunk(
     add_sums(buffers.tensor[0], "base_size", np.abs(base[skipped:]))
     rows = []
     for i, model in enumerate(buffers.models[:models]):
-        if is_whole(model):
-            delta = find_delta(spec, buffers, i, base)[skipped:]
-            row = delta
-            kept = len(delta)
-        else:
-            deltas, mask, divisors = open_model(spec, buffers, i, base, first_tile)
-            thinned = plain.thin(
-                deltas, mask, divisors, float(model["scale"]), float(model["floor"])
-            )
-            row = thinned[skipped:]
-            delta = deltas[skipped:]
-            kept = int(np.count_nonzero(mask[skipped:]))
-        note_delta(buffers, model, delta)
-        model["kept"] += np.uint64(kept)
-        rows.append(row)
+        part = open_model(spec, buffers, i, base, first_tile)
+        delta, mask, _ = part
+        is_whole = model["scale"] == 1 and not model["floor"] and not drops_some(model)
+        row = delta if is_whole else plain.thin(*part, float(model["scale"]), float(model["floor"]))
+        note_delta(buffers, model, delta[skipped:])
+        model["kept"] += np.uint64(np.count_nonzero(mask[skipped:]))
+        rows.append(row[skipped:])
     return base[skipped:], rows
 
 
-def is_whole(model: Any) -> bool:
-    """Whether a model's deltas are used as they are: none is dropped, and all are multiplied by
-    1.
-    """
-    chosen = ("ranked", "bounded", "divided", "floor")
-    is_dropped = model["limit"] != KEEP_ALL or any(model[name] for name in chosen)
-    return not is_dropped and model["scale"] == 1
+def drops_some(model: Any) -> bool:
+    return bool(model["ranked"] or model["bounded"] or model["limit"] != KEEP_ALL)
 
 
 def merge_chunk(
     spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int
 ) -> None:
     base, rows = thin_chunk(spec, buffers, count, models, first_tile)
+    records = buffers.models[:models]
     tensor = buffers.tensor[0]
     if tensor["exact"]:
         values = read(buffers.finetuned[0], spec.finetuned, spec.real, count)
     else:
-        found = read_coefficients(buffers, models)
-        lambda_coeff = float(tensor["lambda_coeff"])
+        coefficients = Coefficients(
+            scales=(),
+            weights=tuple(records["weight"].tolist()),
+            bounds=(),
+            floors=(),
+            base_share=float(tensor["base_share"]),
+            first_share=float(tensor["first_share"]),
+            bound=float(tensor["bound"]),
+            boosts=tuple(records["boost"].tolist()),
+        )
         by_entry = buffers.by_entry[:count].astype(base.dtype)
-        values = plain.combine(spec.kind, base, rows, found, lambda_coeff, by_entry)
+        factor = float(tensor["lambda_coeff"])
+        values = plain.combine(spec.kind, base, rows, coefficients, factor, by_entry)
     tensor["peak"] = find_peak(values, tensor["peak"])
     stored = plain.encode(values, spec.output)
     buffers.output[: stored.nbytes] = stored.view(np.uint8)
 
 
-def read_coefficients(buffers: Buffers, models: int) -> Coefficients:
-    """What the deltas are combined by, once they are thinned."""
-    records = buffers.models[:models]
-    tensor = buffers.tensor[0]
-    return Coefficients(
-        scales=(),
-        weights=tuple(records["weight"].tolist()),
-        bounds=(),
-        floors=(),
-        base_share=float(tensor["base_share"]),
-        first_share=float(tensor["first_share"]),
-        bound=float(tensor["bound"]),
-        boosts=tuple(records["boost"].tolist()),
-    )
-
-
 def multiply_chunk(
     spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int
 ) -> None:
-    base, opened = open_chunk(spec, buffers, count, models, first_tile)
-    kept = {
-        int(model["number"]): plain.thin(*part, float(model["scale"])) for model, part in opened
-    }
+    base, rows = thin_chunk(spec, buffers, count, models, first_tile)
     tensor = buffers.tensor[0]
     origin = base if tensor["from_zero"] else np.zeros_like(base)
+    kept = dict(zip(buffers.models["number"].tolist(), rows, strict=False))
     buffers.find_products(count)[:] = plain.multiply_ends(origin, kept, int(tensor["ends"]))
 
 
 def count_chunk(
     spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int
 ) -> None:
-    _, opened = open_chunk(spec, buffers, count, models, first_tile)
+    opened = open_models(spec, buffers, count, models, first_tile)
     shift = buffers.tensor["shift"][0]
     for counts, (model, (delta, mask, _)) in zip(buffers.counts, opened, strict=False):
         count_digits(np.abs(delta[mask]), shift, model, counts)
@@ -180,8 +157,7 @@ def count_digits(sizes: Array, shift: Any, model: Any, counts: Array) -> None:
 
 
 def add_chunk(spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int) -> None:
-    _, opened = open_chunk(spec, buffers, count, models, first_tile)
-    for model, part in opened:
+    for model, part in open_models(spec, buffers, count, models, first_tile):
         kept = plain.thin(*part, float(model["scale"]))
         model["size"], model["kept_size"] = plain.add_sizes([part], [kept])
 
@@ -190,7 +166,7 @@ def note_chunk(
     spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int
 ) -> None:
     """What methods that decide about single entries must know of a whole tensor."""
-    _, rows = thin_chunk(spec, buffers, count, models, first_tile)
+    base, rows = thin_chunk(spec, buffers, count, models, first_tile)
     records = buffers.models[:models]
     tensor = buffers.tensor[0]
     if spec.kind == "variance":
@@ -203,17 +179,10 @@ def note_chunk(
         counts = entries.count_overlap(rows)
         records["alone"] += counts[:, 0]
         records["shared"] += counts[:, 1]
-
-
-def weigh_chunk(
-    spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int
-) -> None:
-    """The same of the importance of all entries, also of those that are dropped."""
-    base = read(buffers.base, spec.base, spec.real, count)
-    delta = find_delta(spec, buffers, 0, base)
-    note_delta(buffers, buffers.models[0], delta)
-    scores = np.abs(delta) * buffers.by_entry[:count].astype(base.dtype)
-    count_digits(scores, buffers.tensor["shift"][0], buffers.models[0], buffers.counts[0])
+    if spec.kind == "importance":  # of all entries, also of those that are dropped
+        size = np.abs(find_delta(spec, buffers, 0, base))
+        scores = size * buffers.by_entry[:count].astype(base.dtype)
+        count_digits(scores, tensor["shift"], records[0], buffers.counts[0])
 
 
 def diverge(spec: KernelSpec, buffers: Buffers, rows: int, width: int, is_delta: bool) -> None:
@@ -322,13 +291,9 @@ def unpack(
 
 
 KERNELS: Final[dict[str, Kernel]] = {
-    **dict.fromkeys(SINGLE, merge_chunk),
-    **dict.fromkeys(("variance", "squares", "overlap"), note_chunk),
-    "importance": weigh_chunk,
+    **dict.fromkeys(MERGES, merge_chunk),
+    **dict.fromkeys(("variance", "squares", "overlap", "importance"), note_chunk),
     "diverge": diverge,
-    "sum": merge_chunk,
-    "elect": merge_chunk,
-    "average": merge_chunk,
     "products": multiply_chunk,
     "count": count_chunk,
     "sums": add_chunk,

@@ -16,32 +16,24 @@ from darelib.kernels.parts import (
     finetuned_raw,
     fold,
     inline,
-    open_buffers,
+    load_base,
+    open_chunk,
     pick,
     real,
     thin_model,
     unsigned,
 )
 from darelib.kernels.records import (
-    ADD_SIZES,
-    BASE_ROW,
     BINS,
-    DIVISOR_ROW,
     FIRST_BIN,
     LANES,
-    LEFT_ROW,
-    MERGED_ROW,
     MODEL,
-    MULTIPLY,
     PAIR,
-    RIGHT_ROW,
-    SCRATCH_ROWS,
     SCRATCH_WIDTH,
     SIZE_ROW,
     SORT_BITS,
     SORT_COUNTERS,
     TENSOR,
-    ZERO_ROW,
 )
 
 SHORT: Final = 16  # so few entries of a row are compared with each other
@@ -125,6 +117,14 @@ def multiply(one: Any, other: Any, products: Any) -> Any:  # compiled
 
 
 @inline
+def add_sizes(values: Any, room: Any) -> Any:  # compiled
+    """The sum of a tile's sizes, in float64. Overwrites room."""
+    for j in range(TILE):
+        room[j] = abs(np.float64(values[j]))
+    return fold(room)
+
+
+@inline
 def fold_neighbours(values: Any) -> Any:  # compiled
     """A sum by pairs of neighbours: the same for a whole tensor as for its pieces of 2^k values."""
     count = len(values)
@@ -137,67 +137,65 @@ def fold_neighbours(values: Any) -> Any:  # compiled
 
 
 @inline
-def compare(
-    one: Any, other: Any, opposed: Any, both: Any, products: Any, pair: Any
-) -> None:  # compiled
-    """How many positions two models change in opposite directions, or both change; by how much."""
-    zero = opposed.dtype.type(0)
-    against = np.uint32(0)
-    shared = np.uint32(0)
-    for j in range(TILE):
-        a, b = one[j], other[j]
-        is_opposed = (a > 0 and b < 0) or (a < 0 and b > 0)
-        is_both = a != 0 and b != 0
-        against = np.uint32(against + np.uint32(is_opposed))
-        shared = np.uint32(shared + np.uint32(is_both))
-        size = abs(a) + abs(b)
-        opposed[j] = size if is_opposed else zero
-        both[j] = size if is_both else zero
-        products[j] = a * b
-    pair.opposed += np.float64(against)
-    pair.both += np.float64(shared)
-    pair.opposed_size += fold(opposed)
-    pair.both_size += fold(both)
-    pair.product += fold(products)
-
-
-@inline
-def compare_all(deltas: Any, left: Any, right: Any, size: Any, pair: Any) -> None:  # compiled
-    """How many positions any two models change in opposite directions, or several change."""
-    zero = left.dtype.type(0)
-    one = left.dtype.type(1)
-    for j in range(TILE):
-        left[j] = zero
-        right[j] = zero
-        size[j] = zero
-    for i in range(len(deltas)):
-        row = deltas[i]
-        for j in range(TILE):
-            left[j] += one if row[j] > 0 else zero
-            right[j] += one if row[j] < 0 else zero
-            size[j] += abs(row[j])
-    mixed = np.uint32(0)
-    several = np.uint32(0)
-    for j in range(TILE):
-        is_mixed = left[j] > 0 and right[j] > 0
-        is_several = left[j] + right[j] > 1
-        mixed = np.uint32(mixed + np.uint32(is_mixed))
-        several = np.uint32(several + np.uint32(is_several))
-        left[j] = size[j] if is_mixed else zero
-        right[j] = size[j] if is_several else zero
-    pair.opposed += np.float64(mixed)
-    pair.both += np.float64(several)
-    pair.opposed_size += fold(left)
-    pair.both_size += fold(right)
-
-
-@inline
 def find_bins(size: Any, bins: Any) -> None:  # compiled
     """The bin of each |delta| of a tile."""
     for j in range(TILE):
         place = np.float32(size[j]).view(np.uint32) >> np.uint32(19)
         place = np.uint32(max(place, np.uint32(FIRST_BIN)) - np.uint32(FIRST_BIN))
         bins[j] = np.uint16(place if place < np.uint32(BINS - 1) else np.uint32(BINS - 1))
+
+
+def multiply_chunk(
+    base_at: Any,
+    finetuned_at: Any,
+    output_at: Any,
+    models_at: Any,
+    tensor_at: Any,
+    scratch_at: Any,
+    counts_at: Any,
+    _pairs: Any,
+    limits_at: Any,
+    count: int,
+    stride: int,
+    models: int,
+    first_tile: int,
+    _: int,
+) -> None:  # compiled
+    """The scalar products of all ends, each with itself first: an end is kept, or base + kept."""
+    chunk = open_chunk(
+        base_at,
+        finetuned_at,
+        output_at,
+        models_at,
+        tensor_at,
+        scratch_at,
+        counts_at,
+        limits_at,
+        count,
+        stride,
+        models,
+        first_tile,
+    )
+    tensor = chunk.tensors[0]
+    ends: Any = np.int64(tensor.ends)
+    origin = chunk.base if tensor.from_zero else chunk.zeros
+    for tile in range(chunk.tiles):
+        load_base(chunk, tile)
+        for i in range(ends):
+            for j in range(TILE):
+                chunk.kept[i, j] = origin[j]
+        for i in range(models):
+            end = chunk.kept[np.int64(chunk.models[i].number)]
+            thin_model(chunk, tile, i, chunk.right, end)
+        row = ends
+        for i in range(ends):
+            end = chunk.kept[i]
+            chunk.sums[i, tile] = multiply(end, end, chunk.wide)
+            for k in range(i + 1, ends):
+                chunk.sums[row, tile] = multiply(end, chunk.kept[k], chunk.wide)
+                row += 1
+    for i in range(ends * (ends + 1) // 2):  # in place, each before what is left of its tiles
+        fold_neighbours(chunk.sums[i])
 
 
 def add_chunk(
@@ -207,90 +205,38 @@ def add_chunk(
     models_at: Any,
     tensor_at: Any,
     scratch_at: Any,
-    _counts: Any,
+    counts_at: Any,
     _pairs: Any,
     limits_at: Any,
     count: int,
     stride: int,
     models: int,
     first_tile: int,
-    way: int,
+    _: int,
 ) -> None:  # compiled
-    """Adds up what must be known of a whole tensor. way: MULTIPLY or ADD_SIZES.
-
-    The scalar products of all ends, each with itself first: an end is kept, or base + kept. Or, for
-    each model, |delta| and what is kept of it.
-    """
-    tiles, base_all, finetuned_all, records, tensors, scratch, bits, limits = open_buffers(
+    """For each model, the sums of |delta| and of what is kept of it."""
+    chunk = open_chunk(
         base_at,
         finetuned_at,
+        output_at,
         models_at,
         tensor_at,
         scratch_at,
+        counts_at,
         limits_at,
         count,
         stride,
         models,
+        first_tile,
     )
-    tensor = tensors[0]
-    ends: Any = np.int64(tensor.ends)
-    sums = carray(output_at, (max(2, ends * (ends + 1) // 2), tiles), np.float64)
-    last = SCRATCH_ROWS + max(models, ends)
-    products = carray(scratch_at, (last + 1, SCRATCH_WIDTH), np.float64)[last]
-    rows = carray(scratch_at, (last, SCRATCH_WIDTH), real)
-    base = scratch[BASE_ROW]
-    origin = scratch[BASE_ROW if tensor.from_zero else ZERO_ROW]
-    size = scratch[SIZE_ROW]
-    ones = scratch[MERGED_ROW]
-    left, right = scratch[LEFT_ROW], scratch[RIGHT_ROW]
-    for j in range(TILE):
-        ones[j] = 1
-    # Ends are multiplied when all are there. There is room for the sums of one model's sizes.
-    step = models if way == MULTIPLY else 1
-    for first in range(0, models, step):
-        for tile in range(tiles):
-            start = tile * TILE
-            raw = base_all[start : start + TILE]
-            for j in range(TILE):
-                base[j] = decode(raw[j])
-            for i in range(ends):
-                for j in range(TILE):
-                    rows[SCRATCH_ROWS + i, j] = origin[j]
-            for i in range(first, first + step):
-                model = records[i]
-                thin_model(
-                    finetuned_all[i, start : start + TILE],
-                    count - start,
-                    first_tile + tile,
-                    model,
-                    scratch[ZERO_ROW if model.is_delta else BASE_ROW],
-                    bits,
-                    limits[i, start : start + TILE],
-                    size,
-                    scratch[DIVISOR_ROW],
-                    right,
-                    rows[SCRATCH_ROWS + np.int64(model.number) if way == MULTIPLY else LEFT_ROW],
-                    real(0),
-                    way == ADD_SIZES,
-                )
-            row = ends
-            for i in range(ends):
-                end = rows[SCRATCH_ROWS + i]
-                sums[i, tile] = multiply(end, end, products)
-                for k in range(i + 1, ends):
-                    sums[row, tile] = multiply(end, rows[SCRATCH_ROWS + k], products)
-                    row += 1
-            if way == ADD_SIZES:
-                for j in range(TILE):
-                    left[j] = size[j]
-                    right[j] = abs(right[j])
-                sums[0, tile] = multiply(left, ones, products)
-                sums[1, tile] = multiply(right, ones, products)
-        if way == ADD_SIZES:
-            records[first].size = fold_neighbours(sums[0])
-            records[first].kept_size = fold_neighbours(sums[1])
-    for i in range(ends * (ends + 1) // 2):  # in place, each before what is left of its tiles
-        fold_neighbours(sums[i])
+    for i in range(models):  # one at a time: there is room for the sums of one
+        for tile in range(chunk.tiles):
+            load_base(chunk, tile)
+            thin_model(chunk, tile, i, chunk.right, chunk.merged)
+            chunk.sums[0, tile] = add_sizes(chunk.size, chunk.wide)
+            chunk.sums[1, tile] = add_sizes(chunk.right, chunk.wide)
+        chunk.models[i].size = fold_neighbours(chunk.sums[0])
+        chunk.models[i].kept_size = fold_neighbours(chunk.sums[1])
 
 
 def rank_rows(
@@ -307,13 +253,14 @@ def rank_rows(
     width: int,
     skipped: int,
     is_delta: int,
+    _: int,
 ) -> None:  # compiled
     """Ranks the entries of each row by |delta|, and looks up their limits."""
     rows = (skipped + count + width - 1) // width
     base_all = carray(base_at, (rows, width), base_raw)
     values_all = carray(values_at, (rows, width), finetuned_raw)
-    by_rank = carray(by_rank_at, (1, width), np.uint16)[0]
-    limits = carray(limits_at, (1, count), np.uint16)[0]
+    by_rank = carray(by_rank_at, (width,), np.uint16)
+    limits = carray(limits_at, (count,), np.uint16)
     patterns = carray(order_at, (2, width), unsigned)
     places = carray(order_at, (6, width), np.uint32)[4:]
     counts = carray(order_at, (6 * width + SORT_COUNTERS,), np.uint32)[6 * width :]
@@ -321,9 +268,7 @@ def rank_rows(
         base = base_all[row]
         values = values_all[row]
         for j in range(width):
-            value = decode_finetuned(values[j])
-            delta = value if is_delta else value - decode(base[j])
-            patterns[0, j] = real(abs(delta)).view(unsigned)
+            patterns[0, j] = find_pattern(values[j], base[j], is_delta == 0)
             places[0, j] = j
         if width > SHORT:
             rank_row(patterns, places, counts, by_rank, limits, row * width - skipped)
@@ -356,13 +301,14 @@ def count_chunk(
     stride: int,
     models: int,
     first_tile: int,
+    _: int,
 ) -> None:  # compiled
     """Counts |delta| by 16 bits of their pattern, of all entries or of the survivors.
 
     shift says which bits; only patterns that continue one of the model's prefixes, found by the
     passes before, are counted. Where few entries survive, they are picked first.
     """
-    base_all = carray(base_at, (1, count), base_raw)[0]
+    base_all = carray(base_at, (count,), base_raw)
     finetuned_all = carray(finetuned_at, (models, stride), finetuned_raw)
     records = carray(models_at, (models,), MODEL)
     shift = carray(tensor_at, (1,), TENSOR)[0].shift
@@ -394,7 +340,7 @@ def count_chunk(
 def measure_chunk(
     base_at: Any,
     finetuned_at: Any,
-    _output: Any,
+    output_at: Any,
     models_at: Any,
     tensor_at: Any,
     scratch_at: Any,
@@ -405,66 +351,119 @@ def measure_chunk(
     stride: int,
     models: int,
     first_tile: int,
+    _: int,
 ) -> None:  # compiled
     """Gathers an analysis' figures. Zeros that pad a last tile are counted, too."""
-    tiles, base_all, finetuned_all, records, tensors, scratch, bins, _ = open_buffers(
+    chunk = open_chunk(
         base_at,
         finetuned_at,
+        output_at,
         models_at,
         tensor_at,
         scratch_at,
+        counts_at,
         limits_at,
         count,
         stride,
         models,
+        first_tile,
     )
-    tensor = tensors[0]
     pairs = carray(pairs_at, (1 + models * (models - 1) // 2,), PAIR)
     counts = carray(counts_at, (models, LANES, BINS), np.uint32)
-    base = scratch[BASE_ROW]
-    size = scratch[SIZE_ROW]
-    deltas = scratch[SCRATCH_ROWS:]
-    left, right = scratch[LEFT_ROW], scratch[RIGHT_ROW]
-    products = scratch[MERGED_ROW]
-    threshold = real(tensor.threshold)
-    for tile in range(tiles):
-        start = tile * TILE
-        raw = base_all[start : start + TILE]
+    for tile in range(chunk.tiles):
+        raw = chunk.raw_base[tile * TILE : (tile + 1) * TILE]
         for j in range(TILE):
             value = real(decode(raw[j]))
-            base[j] = value
-            products[j] = value * value
-        tensor.base_squares += fold(products)
+            chunk.base[j] = value
+            chunk.merged[j] = value * value
+        chunk.tensors[0].base_squares += fold(chunk.merged)
         for i in range(models):
-            model = records[i]
-            raw_finetuned = finetuned_all[i, start : start + TILE]
-            against = scratch[ZERO_ROW if model.is_delta else BASE_ROW]
-            delta_row = deltas[i]
-            peak = unsigned(model.peak)
-            zeros = np.uint32(0)
-            over = np.uint32(0)
-            for j in range(TILE):
-                delta = decode_finetuned(raw_finetuned[j]) - against[j]
-                delta_row[j] = delta
-                magnitude = abs(delta)
-                size[j] = magnitude
-                products[j] = delta * delta
-                peak = max(peak, real(magnitude).view(unsigned))
-                zeros = np.uint32(zeros + np.uint32(magnitude == 0))
-                over = np.uint32(over + np.uint32(magnitude > threshold))
-            find_bins(size, bins)
-            model.peak = peak
-            model.zeros += np.uint64(zeros)
-            model.above += np.uint64(over)
-            model.size += fold(size)
-            model.squares += fold(products)
+            measure_model(chunk, tile, i)
+            find_bins(chunk.size, chunk.bits)
             for j in range(0, TILE, LANES):
                 for lane in range(LANES):
-                    counts[i, lane, bins[j + lane]] += np.uint32(1)
+                    counts[i, lane, chunk.bits[j + lane]] += np.uint32(1)
+            chunk.models[i].size += fold(chunk.size)
         row = 1
         for i in range(models):
             for k in range(i + 1, models):
-                compare(deltas[i], deltas[k], left, right, products, pairs[row])
+                compare(chunk, i, k)
+                note_conflict(chunk, pairs[row])
+                pairs[row].product += fold(chunk.merged)
                 row += 1
         if models > 2:  # with two models, their pair says it
-            compare_all(deltas[:models], left, right, size, pairs[0])
+            compare_all(chunk)
+            note_conflict(chunk, pairs[0])
+
+
+def measure_model(chunk: Any, tile: int, i: int) -> None:  # compiled
+    """The deltas of a model, as they are, and their sizes."""
+    model = chunk.models[i]
+    raw = chunk.raw_models[i, tile * TILE : (tile + 1) * TILE]
+    base = chunk.zeros if model.is_delta else chunk.base
+    deltas = chunk.kept[i]
+    threshold = real(chunk.tensors[0].threshold)
+    peak = unsigned(model.peak)
+    zeros = np.uint32(0)
+    above = np.uint32(0)
+    for j in range(TILE):
+        delta = decode_finetuned(raw[j]) - base[j]
+        deltas[j] = delta
+        magnitude = abs(delta)
+        chunk.size[j] = magnitude
+        chunk.merged[j] = delta * delta
+        peak = max(peak, real(magnitude).view(unsigned))
+        zeros = np.uint32(zeros + np.uint32(magnitude == 0))
+        above = np.uint32(above + np.uint32(magnitude > threshold))
+    model.peak = peak
+    model.zeros += np.uint64(zeros)
+    model.above += np.uint64(above)
+    model.squares += fold(chunk.merged)
+
+
+def compare(chunk: Any, i: int, k: int) -> None:  # compiled
+    """How many of two models change a position up or down, by how much, and the product."""
+    one, other = chunk.kept[i], chunk.kept[k]
+    for j in range(TILE):
+        a, b = one[j], other[j]
+        chunk.left[j] = real(a > 0) + real(b > 0)
+        chunk.right[j] = real(a < 0) + real(b < 0)
+        chunk.size[j] = abs(a) + abs(b)
+        chunk.merged[j] = a * b
+
+
+def compare_all(chunk: Any) -> None:  # compiled
+    """The same of all models, without the product."""
+    for j in range(TILE):
+        chunk.left[j] = 0
+        chunk.right[j] = 0
+        chunk.size[j] = 0
+    for i in range(len(chunk.models)):
+        row = chunk.kept[i]
+        for j in range(TILE):
+            chunk.left[j] += real(row[j] > 0)
+            chunk.right[j] += real(row[j] < 0)
+            chunk.size[j] += abs(row[j])
+
+
+@inline
+def note_conflict(chunk: Any, pair: Any) -> None:  # compiled
+    """How many positions models change in opposite directions, or several change; by how much."""
+    up, down = chunk.left, chunk.right
+    opposed = np.uint32(0)
+    both = np.uint32(0)
+    for j in range(TILE):
+        is_opposed = up[j] > 0 and down[j] > 0
+        is_both = up[j] + down[j] > 1
+        opposed = np.uint32(opposed + np.uint32(is_opposed))
+        both = np.uint32(both + np.uint32(is_both))
+        up[j] = chunk.size[j] if is_opposed else up.dtype.type(0)
+        down[j] = chunk.size[j] if is_both else up.dtype.type(0)
+    pair.opposed += np.float64(opposed)
+    pair.both += np.float64(both)
+    pair.opposed_size += fold(up)
+    pair.both_size += fold(down)
+
+
+# Templates that are filled in where measure_chunk calls them.
+MEASURES: Final = (measure_model, compare, compare_all)

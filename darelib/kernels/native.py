@@ -5,14 +5,13 @@ set for a whole process. So child processes compile, and this one loads the obje
 alone. What crashes in a child ends no merge.
 """
 
-import ctypes
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,40 +26,30 @@ from darelib.kernels import EngineUnavailable, Kernel, KernelSpec
 from darelib.kernels.objects import (
     FEATURE_VARIABLES,
     Function,
-    announced,
     can_keep,
     find_cache,
     find_doubt,
     host_features,
-    is_coming,
     load_object,
     object_name,
     read_objects,
-    store,
 )
-from darelib.kernels.records import (
-    ADD,
-    ADD_SIZES,
-    AVERAGE,
-    ELECT,
-    MODEL,
-    MULTIPLY,
-    SINGLE,
-)
+from darelib.kernels.records import MERGES, MODEL
 
-# Kinds of kernels that share one function: its name, and what it is asked for.
-SHARED: Final = {
-    "sum": ("merge", ADD),
-    "elect": ("merge", ELECT),
-    "average": ("merge", AVERAGE),
-    "products": ("totals", MULTIPLY),
-    "sums": ("totals", ADD_SIZES),
-    **{kind: (kind, AVERAGE) for kind in SINGLE},
-}
 # Kernels that merge a type in other ways, or show what a merge would do: who needs one of them soon
-# wants another. On two cores a process compiles merge, count, pack and unpack, another the rest:
-# all but measure are there soon after merge.
-COMPANIONS: Final = ("merge", "totals", "count", "rank", "pack", "measure", "unpack")
+# wants another.
+COMPANIONS: Final = (
+    "sum",
+    "elect",
+    "products",
+    "count",
+    "rank",
+    "average",
+    "sums",
+    "pack",
+    "measure",
+    "unpack",
+)
 
 # Far more than all kernels of a merge take on a busy machine.
 COMPILE_SECONDS: Final = 600
@@ -74,14 +63,29 @@ _background: list[Process] = []  # which nobody waits for any more
 
 
 def load_stored(wanted: Collection[KernelSpec], interrupts: Interrupts) -> Functions:
-    objects = _find_objects(wanted, interrupts)
-    return {code: load_object(code, machine_code) for code, machine_code in objects.items()}
+    """Kernels from disk; what was never compiled is compiled now."""
+    folder = find_cache()
+    paths = {code: folder / object_name(code) for code in wanted}
+    doubts = [*filter(None, map(find_doubt, (folder, *paths.values())))]
+    known = {} if doubts else read_objects(paths)
+    missing = [code for code in wanted if code not in known]
+    if doubts:
+        LOG.warning(f"{doubts[0]}, so no kernel there is run: they are compiled for this run only")
+    if missing:
+        types = ", ".join(dict.fromkeys(code.finetuned for code in missing))
+        is_kept = not doubts and can_keep(folder)
+        promise = "; later runs start at once" if is_kept else ""
+        LOG.info(f"compiling for this machine ({types}){promise}")
+        known |= run_compilers("object", missing, folder if is_kept else None, interrupts)
+    if len(known) < len(wanted):
+        raise EngineUnavailable("what it compiled cannot be read")
+    return {code: load_object(code, machine_code) for code, machine_code in known.items()}
 
 
 def load_kernels(
     specs: Collection[KernelSpec],
     interrupts: Interrupts,
-    load: Callable[[Collection[KernelSpec], Interrupts], Functions] = load_stored,
+    load: Callable[[Sequence[KernelSpec], Interrupts], Functions] = load_stored,
 ) -> dict[KernelSpec, Kernel]:
     """The kernels as functions that run without the interpreter's lock.
 
@@ -95,80 +99,35 @@ def load_kernels(
 
 
 def find_code(spec: KernelSpec) -> KernelSpec:
-    """The function that a kernel is in. Only those that merge write values of the output's type."""
-    kind, _ = SHARED.get(spec.kind, (spec.kind, None))
-    output = spec.output if kind in ("merge", *SINGLE) else spec.real
-    return KernelSpec(kind, spec.base, spec.finetuned, output)
-
-
-def list_kinds(code: KernelSpec) -> list[str]:
-    """The kinds of kernels that are in a function."""
-    return [kind for kind, (name, _) in SHARED.items() if name == code.kind] or [code.kind]
+    """The function that a kernel is: one for all outputs, unless it merges."""
+    return spec if spec.kind in MERGES else replace(spec, output=spec.real)
 
 
 def list_companions(code: KernelSpec) -> list[KernelSpec]:
-    """Other functions of the same types."""
-    output = code.output if code.kind == "merge" else code.base
-    kinds = [kind for kind in COMPANIONS if kind != code.kind] if code.kind in COMPANIONS else []
-    return [find_code(KernelSpec(kind, code.base, code.finetuned, output)) for kind in kinds]
-
-
-def _find_objects(
-    wanted: Collection[KernelSpec], interrupts: Interrupts
-) -> dict[KernelSpec, bytes]:
-    """The machine code of kernels; what was never compiled is compiled now."""
-    folder = find_cache()
-    paths = {code: folder / object_name(code) for code in wanted}
-    for path in (folder, *paths.values()):
-        if doubt := find_doubt(path):
-            LOG.warning(f"{doubt}, so no kernel there is run: they are compiled for this run only")
-            return _compile(wanted, [], interrupts, kept=False)
-    if any(map(is_coming, paths.values())):
-        LOG.info("waiting for what another process is compiling for this machine")
-    while any(map(is_coming, paths.values())):
-        time.sleep(TUNING.poll_seconds / 5)
-        interrupts.check()
-    known = read_objects(paths)
-    missing = [code for code in wanted if code not in known]
-    if missing:
-        kept = can_keep(folder)
-        companions = [other for code in missing for other in list_companions(code)]
-        others = [folder / object_name(code) for code in dict.fromkeys(companions)]
-        unmade = [
-            path
-            for path in others
-            if kept and path not in paths.values() and not (os.path.exists(path) or is_coming(path))
-        ]
-        known |= _compile(missing, unmade, interrupts, kept)
-        for code in missing:
-            store(known[code], paths[code])
-    return known
-
-
-def _compile(
-    wanted: Collection[KernelSpec], others: Sequence[Path], interrupts: Interrupts, kept: bool
-) -> dict[KernelSpec, bytes]:
-    types = ", ".join(dict.fromkeys(code.finetuned for code in wanted))
-    promise = "; later runs start at once" if kept else ""
-    LOG.info(f"compiling for this machine ({types}){promise}")
-    compiled = run_compilers("object", wanted, others, interrupts)
-    if len(compiled) < len(wanted):
-        raise EngineUnavailable("what it compiled cannot be read")
-    return compiled
+    """Functions of the same types, this one among them."""
+    output = code.output if code.kind in MERGES else code.base
+    kinds = COMPANIONS if code.kind in COMPANIONS else ()
+    return [find_code(replace(code, kind=kind, output=output)) for kind in kinds]
 
 
 def run_compilers(
-    how: str, wanted: Collection[KernelSpec], others: Sequence[Path], interrupts: Interrupts
+    how: str, wanted: Sequence[KernelSpec], folder: Path | None, interrupts: Interrupts
 ) -> dict[KernelSpec, bytes]:
     """The machine code of kernels, proved by the processes that compiled them.
 
-    how: as in darelib.kernels.proof.work. others: what the same processes make afterwards, without
-    being waited for.
+    how: as in darelib.kernels.proof.work. folder: where it is kept; the same processes put their
+    companions there afterwards, without being waited for.
     """
     try:
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name, announced(others):
-            paths = {code: Path(name, object_name(code)) for code in wanted}
-            _run_processes(how, list(paths.values()), others, Path(name), interrupts)
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+            place = folder or Path(name)
+            paths = {code: place / object_name(code) for code in wanted}
+            for path in paths.values():
+                path.unlink(missing_ok=True)  # if it is there, it cannot be used
+            companions = dict.fromkeys(c for code in wanted for c in list_companions(code))
+            others = [place / object_name(code) for code in companions if code not in wanted]
+            later = others if folder else []
+            _run_processes(how, list(paths.values()), later, Path(name), interrupts)
             return read_objects(paths)
     except OSError as error:  # such as a full disk, or where Python is part of another program
         raise EngineUnavailable(f"its compiler cannot be run: {error.strerror or error}") from None
@@ -178,31 +137,31 @@ def _run_processes(
     how: str, wanted: Sequence[Path], others: Sequence[Path], folder: Path, interrupts: Interrupts
 ) -> None:
     """Start a process for each core, and wait for what is wanted; they make others after that."""
-    count = min(count_cores(), len(wanted) + len(others))
+    missing = [*wanted, *(path for path in others if not os.path.exists(path))]
+    count = min(count_cores(), len(missing))
     deadline = time.monotonic() + COMPILE_SECONDS
-    running: dict[Process, list[Path]] = {}  # what is wanted of each
+    running: list[tuple[Process, Sequence[Path], Path]] = []
     try:
         for number in range(count):
-            paths = [*wanted, *others][number::count]
-            its = [path for path in paths if path in wanted]
-            # What nobody waits for need not be made.
-            with nullcontext() if its else suppress(OSError):
-                running[_start([how, *map(str, paths)], folder / f"{number}.txt")] = its
+            messages = folder / f"{number}.txt"
+            process = _start([how, *map(str, missing[number::count])], messages)
+            running.append((process, wanted[number::count], messages))
         while not all(map(os.path.exists, wanted)):
-            for number, (process, its) in enumerate(running.items()):
+            for process, its, messages in running:
                 ended = process.poll() is not None
                 interrupts.check()  # which may be why it ended
                 if ended and not all(map(os.path.exists, its)):
-                    raise EngineUnavailable(_explain(process, folder / f"{number}.txt"))
+                    raise EngineUnavailable(_explain(process, messages))
             if time.monotonic() > deadline:
                 raise EngineUnavailable("its compiler does not come to an end")
             time.sleep(TUNING.poll_seconds / 5)
     except BaseException:
-        for process in running:
+        for process, _, _ in running:
             process.kill()
             process.wait()
         raise
-    _background[:] = [process for process in (*_background, *running) if process.poll() is None]
+    started = [process for process, _, _ in running]
+    _background[:] = [process for process in (*_background, *started) if process.poll() is None]
 
 
 def _explain(process: Process, messages: Path) -> str:
@@ -245,28 +204,26 @@ def _start(words: Sequence[str], messages: Path) -> Process:
 def bind(spec: KernelSpec, function: Function) -> Kernel:
     """A kernel as it is called, whatever arguments its function has."""
     itemsize = FORMATS[spec.finetuned].itemsize
-    way = SHARED[spec.kind][1:] if spec.kind in SHARED else ()
+
+    def call(arrays: Sequence[Any], *numbers: int) -> None:
+        addresses = [array.ctypes.data for array in arrays]
+        function(*addresses, *[0] * (9 - len(addresses)), *numbers, *[0] * (5 - len(numbers)))
 
     def run_chunk(buffers: Any, count: int, models: int, first_tile: int) -> None:
         stride = buffers.finetuned.shape[1] // itemsize
-        function(*buffers.addresses, count, stride, models, first_tile, *way)
+        function(*buffers.addresses, count, stride, models, first_tile, 0)
 
     def expand(left: Any, right: Any, made: Any, first: int, ranks_before: int) -> None:
-        before = ctypes.c_int64(ranks_before)
-        addresses = [array.ctypes.data for array in (left, right, made)]
-        sizes = (len(made), right.shape[1], left.shape[1])
-        function(*addresses, ctypes.addressof(before), 0, 0, 0, 0, 0, *sizes, first)
+        call([left, right, made], len(made), right.shape[1], left.shape[1], first, ranks_before)
 
     def rank(
         base: Any, values: Any, by_rank: Any, order: Any, limits: Any, skipped: int, is_delta: bool
     ) -> None:
-        addresses = [array.ctypes.data for array in (base, values, by_rank, order, limits)]
-        function(*addresses, 0, 0, 0, 0, len(limits), len(by_rank), skipped, is_delta)
+        arrays = [base, values, by_rank, order, limits]
+        call(arrays, len(limits), len(by_rank), skipped, is_delta)
 
     def diverge(buffers: Any, rows: int, width: int, is_delta: bool) -> None:
-        places = (*buffers.rows, buffers.order, buffers.limits)
-        addresses = [array.ctypes.data for array in places]
-        function(*addresses, 0, 0, 0, 0, 0, rows, width, is_delta, 0)
+        call([*buffers.rows, buffers.order, buffers.limits], rows, width, is_delta)
 
     def unpack(
         base: Any, entries: Any, values: Any, key: tuple[int, int], threshold: int, first_tile: int
@@ -275,9 +232,8 @@ def bind(spec: KernelSpec, function: Function) -> Kernel:
         model["key_0"], model["key_1"] = key
         model["limit"] = threshold - 1
         bits = np.empty((2, TILE), np.uint16)
-        addresses = [array.ctypes.data for array in (base, entries, values, model)]
-        addresses += [0, bits.ctypes.data, 0, 0, 0]
-        function(*addresses, len(values), len(entries), 1, first_tile)
+        arrays = [base, entries, values, model, bits]
+        call(arrays, len(values), len(entries), first_tile)
         return int(model["kept"][0])
 
     others: dict[str, Kernel] = {

@@ -5,15 +5,13 @@ import hashlib
 import importlib.util
 import os
 import stat
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
 
 from darelib.kernels import EngineUnavailable, KernelSpec
-from darelib.kernels.records import SINGLE
 
 # What the machine code and its proof depend on; an edit elsewhere recompiles nothing.
 SOURCES: Final = (
@@ -35,10 +33,6 @@ SOURCES: Final = (
 )
 # What users set to choose the processor's features themselves.
 FEATURE_VARIABLES: Final = ("NUMBA_CPU_FEATURES", "NUMBA_ENABLE_AVX")
-# What stands beside an object file that is being made, and how long that is believed unless it is
-# renewed.
-MAKING: Final = ".making"
-MAKING_SECONDS: Final = 30
 
 Function = Callable[..., Any]  # of nine addresses, then whole numbers
 
@@ -104,10 +98,7 @@ def load_object(code: KernelSpec, machine_code: bytes) -> Function:
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())
     engine.add_object_file(llvm.ObjectFileRef.from_data(machine_code))
     engine.finalize_object()
-    numbers = 5 if code.kind in ("merge", "totals", *SINGLE) else 4
-    prototype = ctypes.CFUNCTYPE(
-        ctypes.c_int, *[ctypes.c_void_p] * 11, *[ctypes.c_ssize_t] * numbers
-    )
+    prototype = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 11, *[ctypes.c_ssize_t] * 5)
     function = prototype(engine.get_function_address("kernel"))
     # For a returned value and an exception, of which there are none.
     slots = ctypes.create_string_buffer(16)
@@ -172,9 +163,8 @@ def read_object(path: Path) -> bytes | None:
     with suppress(OSError), open(path, "rb") as file:
         stored = file.read()
         machine_code = stored[32:]
-        is_whole = stored == _digest(path, machine_code) + machine_code
-        if is_whole and not find_doubt(path, file.fileno()):
-            return machine_code
+        is_whole = stored[:32] == _digest(path, machine_code)
+        return machine_code if is_whole and not find_doubt(path, file.fileno()) else None
     return None
 
 
@@ -188,51 +178,13 @@ def _digest(path: Path, machine_code: bytes) -> bytes:
     return hashlib.sha256(path.name.encode() + machine_code).digest()
 
 
-@contextmanager
-def announced(paths: Sequence[Path]) -> Iterator[None]:
-    """Say of object files in one folder that they are being made, by processes nobody waits for.
-
-    Unless that fails, which leaves everything as it was.
-    """
-    folders = paths[0].parents if paths else ()
-    missing = [folder for folder in folders if not os.path.exists(folder)]
-    with suppress(OSError):
-        for path in paths:
-            path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-            path.with_suffix(MAKING).touch()
-    try:
-        yield
-    except BaseException:
-        for path in paths:
-            withdraw(path)
-        for folder in missing:  # those inside others first
-            with suppress(OSError):
-                folder.rmdir()
-        raise
-
-
-def withdraw(path: Path) -> None:
-    with suppress(OSError):
-        path.with_suffix(MAKING).unlink()
-
-
-def is_coming(path: Path) -> bool:
-    """Whether an object file will soon be there; who says so and dies is not believed for long."""
-    with suppress(OSError):
-        age = time.time() - path.with_suffix(MAKING).stat().st_mtime
-        return abs(age) < MAKING_SECONDS and not os.path.exists(path)
-    return False
-
-
 def store(machine_code: bytes, path: Path) -> None:
     """Keep what was compiled and proved, if that is possible, where nobody else can write to it."""
     unfinished = path.with_name(f"{path.name}.{os.urandom(4).hex()}")
-    try:
+    with suppress(OSError):
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         with open(unfinished, "xb", opener=partial(os.open, mode=0o644)) as file:
             file.write(_digest(path, machine_code) + machine_code)
         unfinished.replace(path)
-    except OSError:
-        with suppress(OSError):
-            unfinished.unlink()
-    withdraw(path)
+    with suppress(OSError):  # where the disk is full
+        unfinished.unlink()

@@ -8,6 +8,7 @@ by `build`.
 """
 
 import importlib
+from collections import namedtuple
 from collections.abc import Callable, Mapping
 from functools import cache
 from types import FunctionType
@@ -16,12 +17,24 @@ from typing import Any, Final
 import numpy as np
 from llvmlite import ir
 
-from darelib.core.formats import FORMATS
+from darelib.core.formats import DIGIT_BITS
 from darelib.core.mask import MASK_BITS, ROUNDS, TILE
-from darelib.kernels import KernelSpec
-from darelib.kernels.records import MODEL, SCRATCH_ROWS, SCRATCH_WIDTH, TENSOR, ZERO_ROW
+from darelib.kernels.records import (
+    BASE_ROW,
+    DIVISOR_ROW,
+    LEFT_ROW,
+    MERGED_ROW,
+    MODEL,
+    RIGHT_ROW,
+    SCRATCH_ROWS,
+    SCRATCH_WIDTH,
+    SIZE_ROW,
+    TENSOR,
+    ZERO_ROW,
+)
 
-numba: Any = importlib.import_module("numba")  # whose types say less than its functions accept
+# Numba's types say less than its functions accept.
+numba: Any = importlib.import_module("numba")
 carray = numba.carray
 
 
@@ -109,6 +122,7 @@ def encode_f64(value: Any) -> Any:  # compiled
     return np.float64(value).view(np.uint64)
 
 
+RAW: Final = {"BF16": np.uint16, "F16": np.uint16, "F32": np.uint32, "F64": np.uint64}
 DECODERS: Final = {"BF16": decode_bf16, "F16": decode_f16, "F32": decode_f32, "F64": decode_f64}
 ENCODERS: Final = {"BF16": encode_bf16, "F16": encode_f16, "F32": encode_f32, "F64": encode_f64}
 
@@ -208,30 +222,6 @@ def choose_by_rank(bits: Any, limits: Any, divisors: Any) -> Any:  # compiled
 
 
 @inline
-def elect(
-    kept: Any, models: Any, merged: Any, total: Any, share: Any, first_share: Any, any_sign: bool
-) -> None:  # compiled
-    """Ties: elect each position's sign by the sum, then average, by weight, the models that agree.
-
-    Or, of any sign, those that have a delta there.
-    """
-    zero = kept.dtype.type(0)  # a plain 0 would make float64 of float32
-    for j in range(TILE):
-        total[j] = zero
-        share[j] = first_share
-    for i in range(len(models)):
-        row = kept[i]
-        weight = kept.dtype.type(models[i].weight)
-        for j in range(TILE):
-            has_sign = row[j] > 0 if merged[j] >= 0 else row[j] < 0
-            agrees = row[j] != 0 if any_sign else has_sign
-            total[j] += row[j] if agrees else zero
-            share[j] += weight if agrees else zero
-    for j in range(TILE):
-        merged[j] = total[j] / share[j] if share[j] > 0 else zero
-
-
-@inline
 def fold(values: Any) -> Any:  # compiled
     """The sum of a tile, by halves, which vectorises and loses less than a running sum.
 
@@ -245,87 +235,109 @@ def fold(values: Any) -> Any:  # compiled
     return values[0]
 
 
-@inline
-def pad_rows(rows: Any, start: int, stop: int) -> None:  # compiled
-    """Zeros for the rest of a last tile, so that the loops need not stop within one."""
-    for row in range(len(rows)):
-        for j in range(start, stop):
-            rows[row, j] = 0
-
-
 # --- templates ----------------------------------------------------------------------------------
 
 # The names that are filled in: the type to compute in, and the unsigned integers of its size; those
-# of stored values, and how these become values and back; variants of thin_row.
+# of stored values, and how these become values and back; variants of thin_row; what a kernel does
+# to a tile.
 FILLED_IN: Final[Any] = None
 real = unsigned = base_raw = finetuned_raw = output_raw = FILLED_IN
-decode = decode_finetuned = narrow = encode = combine = FILLED_IN
-thin_apart = thin_rare = is_apart = is_rare = FILLED_IN
+decode = decode_finetuned = narrow = encode = combine = note = FILLED_IN
+thin_rare = is_apart = is_rare = FILLED_IN
 
 
-def open_buffers(
+# What a kernel is given of a chunk, as arrays: where it begins and ends, stored values, records of
+# the models and of the tensor, what kernels count, the limits or numbers of entries, sums by tiles
+# (in the output's place); rows of scratch, and one in float64. Kept: a row for each model.
+Chunk = namedtuple(
+    "Chunk",
+    "first_tile tiles count raw_base raw_models models tensors counts limits by_entry sums"
+    " bits base merged size left right zeros divisors kept wide",
+)
+
+
+def open_chunk(
     base_at: Any,
     finetuned_at: Any,
+    output_at: Any,
     models_at: Any,
     tensor_at: Any,
     scratch_at: Any,
+    counts_at: Any,
     limits_at: Any,
     count: int,
     stride: int,
     models: int,
+    first_tile: int,
 ) -> Any:  # compiled
     """Addresses as arrays, with zeros behind the last tile and for a base of zeros."""
     tiles = (count + TILE - 1) // TILE
-    base = carray(base_at, (1, tiles * TILE), base_raw)
+    base = carray(base_at, (tiles * TILE,), base_raw)
     finetuned = carray(finetuned_at, (models, stride), finetuned_raw)
-    records = carray(models_at, (models,), MODEL)
-    tensor = carray(tensor_at, (1,), TENSOR)
-    scratch = carray(scratch_at, (SCRATCH_ROWS + models, SCRATCH_WIDTH), real)
-    bits = carray(scratch_at, (1, TILE), np.uint16)[0]
-    limits = carray(limits_at, (models, stride * finetuned.itemsize // 2), np.uint16)
-    pad_rows(base, count, tiles * TILE)
-    pad_rows(finetuned, count, tiles * TILE)
-    pad_rows(scratch[ZERO_ROW : ZERO_ROW + 1], 0, TILE)
-    return tiles, base[0], finetuned, records, tensor, scratch, bits, limits
+    tensors = carray(tensor_at, (1,), TENSOR)
+    ends: Any = np.int64(tensors[0].ends)
+    rows = SCRATCH_ROWS + max(models, ends)
+    scratch = carray(scratch_at, (rows, SCRATCH_WIDTH), real)
+    base[count:] = 0
+    finetuned[:, count : tiles * TILE] = 0
+    scratch[ZERO_ROW] = 0
+    return Chunk(
+        first_tile,
+        tiles,
+        count,
+        base,
+        finetuned,
+        carray(models_at, (models,), MODEL),
+        tensors,
+        carray(counts_at, (3, 1 << DIGIT_BITS), np.uint32),
+        carray(limits_at, (models, stride * finetuned.itemsize // 2), np.uint16),
+        carray(limits_at, (tiles * TILE,), np.float32),
+        carray(output_at, (rows * rows, tiles), np.float64),
+        carray(scratch_at, (TILE,), np.uint16),
+        scratch[BASE_ROW],
+        scratch[MERGED_ROW],
+        scratch[SIZE_ROW],
+        scratch[LEFT_ROW],
+        scratch[RIGHT_ROW],
+        scratch[ZERO_ROW],
+        scratch[DIVISOR_ROW],
+        scratch[SCRATCH_ROWS:],
+        carray(scratch_at, (rows + 1, SCRATCH_WIDTH), np.float64)[rows],
+    )
 
 
-def thin_model(
-    raw: Any,
-    width: int,
-    tile: int,
-    model: Any,
-    base: Any,
-    bits: Any,
-    limits: Any,
-    size: Any,
-    divisors: Any,
-    row: Any,
-    total: Any,
-    threshold: Any,
-    apart: bool,
-) -> None:  # compiled
+def load_base(chunk: Any, tile: int) -> None:  # compiled
+    raw = chunk.raw_base[tile * TILE : (tile + 1) * TILE]
+    for j in range(TILE):
+        chunk.base[j] = decode(raw[j])
+
+
+def thin_model(chunk: Any, tile: int, i: int, row: Any, total: Any) -> None:  # compiled
     """One tile of one model, from stored values to thinned deltas: the heart of all kernels.
 
-    They are added to a total; apart: they are what a row holds, too.
+    They are added to a total; where they are wanted apart, they are what a row holds, too.
     """
+    model = chunk.models[i]
+    start = tile * TILE
+    raw = chunk.raw_models[i, start : start + TILE]
+    base = chunk.zeros if model.is_delta else chunk.base
+    bits = chunk.bits
     limit = np.uint16(model.limit)
     # No bits are above a limit that keeps all: whatever is there from before will do.
     drops_some = model.ranked or limit < np.uint16((1 << MASK_BITS) - 1)
     if model.bounded:
         drops_some = model.at_low + model.at_high < np.uint64(2 << MASK_BITS)
     if drops_some:
-        draw(bits, tile, model.key_0, model.key_1)
+        draw(bits, chunk.first_tile + tile, model.key_0, model.key_1)
     if model.bounded:
         limit = choose_by_size(raw, base, model, bits)
     if model.ranked:
-        limit = choose_by_rank(bits, limits, divisors)
+        limit = choose_by_rank(bits, chunk.limits[i, start : start + TILE], chunk.divisors)
     if model.divided or model.floor > 0:
-        thin_rare(raw, model, base, bits, limit, size, divisors, row, total, threshold)
-    elif apart:
-        thin_apart(raw, model, base, bits, limit, size, divisors, row, total, threshold)
+        thin_rare(chunk, raw, model, base, limit, row, total)
     else:
-        thin_row(raw, model, base, bits, limit, size, divisors, row, total, threshold)
-    for j in range(width, TILE):  # what pads a last tile was counted too
+        thin_row(chunk, raw, model, base, limit, row, total)
+    for j in range(chunk.count - start, TILE):  # what pads a last tile was counted too
         model.kept -= np.uint64(bits[j] <= limit)
 
 
@@ -344,18 +356,10 @@ def choose_by_size(raw: Any, base: Any, model: Any, bits: Any) -> Any:  # compil
 
 
 def thin_row(
-    raw: Any,
-    model: Any,
-    base: Any,
-    bits: Any,
-    limit: Any,
-    size: Any,
-    divisors: Any,
-    row: Any,
-    total: Any,
-    threshold: Any,
+    chunk: Any, raw: Any, model: Any, base: Any, limit: Any, row: Any, total: Any
 ) -> None:  # compiled
     """is_rare: a model that is divided (each entry by its own divisor) or trimmed."""
+    threshold = real(chunk.tensors[0].threshold)
     floor = real(model.floor)
     scale = real(model.scale)
     divided = model.divided != 0
@@ -365,15 +369,15 @@ def thin_row(
     for j in range(TILE):
         delta = decode_finetuned(raw[j]) - base[j]
         magnitude = abs(delta)
-        size[j] = magnitude
+        chunk.size[j] = magnitude
         # As integers, a NaN or an infinity is the largest of all, and the loop vectorises.
         peak = max(peak, real(magnitude).view(unsigned))
         above = np.uint32(above + np.uint32(magnitude > threshold))
-        survives = bits[j] <= limit
+        survives = chunk.bits[j] <= limit
         survivors = np.uint32(survivors + np.uint32(survives))
         scaled = delta * scale
         if is_rare:
-            scaled = scaled / divisors[j] if divided else scaled
+            scaled = scaled / chunk.divisors[j] if divided else scaled
             scaled = scaled if magnitude >= floor else real(0)
         kept = scaled if survives else real(0)
         if is_apart:
@@ -392,50 +396,28 @@ def find_pattern(value: Any, base: Any, minus_base: Any) -> Any:  # compiled
     return real(abs(delta)).view(unsigned)
 
 
+# In an order in which each is filled in before what calls it.
+TEMPLATES: Final = (thin_row, choose_by_size, thin_model, load_base, open_chunk, find_pattern)
+
+
 def fill_in(template: Any, names: Mapping[str, Any]) -> FunctionType:
     """A copy of a function to which some global names mean something else."""
     return FunctionType(template.__code__, {**template.__globals__, **names}, template.__name__)
 
 
 @cache  # so that what several kernels have in common is compiled once
-def list_names(base: str, finetuned: str, is_wide: bool) -> dict[str, Any]:
+def list_names(base: str, finetuned: str, is_wide: bool, is_apart: bool) -> dict[str, Any]:
     names: dict[str, Any] = {
         "real": np.float64 if is_wide else np.float32,
         "unsigned": np.uint64 if is_wide else np.uint32,
-        "base_raw": find_raw(base),
-        "finetuned_raw": find_raw(finetuned),
+        "base_raw": RAW[base],
+        "finetuned_raw": RAW[finetuned],
         "decode": DECODERS[base],
         "decode_finetuned": DECODERS[finetuned],
-        "is_apart": False,
+        "is_apart": is_apart,
         "is_rare": False,
     }
-    apart = {**names, "is_apart": True}
-    names["thin_rare"] = inline(fill_in(thin_row, {**apart, "is_rare": True}))
-    names["thin_apart"] = inline(fill_in(thin_row, apart))
-    for template in (thin_row, choose_by_size, thin_model, open_buffers, find_pattern):
+    names["thin_rare"] = inline(fill_in(thin_row, {**names, "is_rare": True}))
+    for template in TEMPLATES:
         names[template.__name__] = inline(fill_in(template, names))
     return names
-
-
-def find_raw(dtype: str) -> Any:
-    return np.dtype(FORMATS[dtype].raw).type
-
-
-def build(template: Any, spec: KernelSpec, parts: Mapping[str, Any]) -> Any:
-    """A kernel for some types. All are given nine addresses, then four whole numbers or five.
-
-    parts: functions that are filled in, by name, with their own names filled in.
-    """
-    names = dict(list_names(spec.base, spec.finetuned, spec.real == "F64"))
-    for name, part in parts.items():
-        names[name] = inline(fill_in(part, names))
-    rounds_twice = spec.real == "F64" and FORMATS[spec.output].bits == 16
-    output = {
-        "encode": ENCODERS[spec.output],
-        "narrow": round_to_odd if rounds_twice else names["real"],
-        "output_raw": find_raw(spec.output),
-    }
-    function = fill_in(template, names | output)
-    numbers = function.__code__.co_argcount - 9
-    types = numba.types
-    return numba.cfunc(types.void(*[types.voidptr] * 9, *[types.intp] * numbers))(function)

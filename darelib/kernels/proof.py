@@ -4,9 +4,7 @@ the process that compiles one: compile, load as the tool will, prove, and store.
 
 import gc
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -19,15 +17,13 @@ from darelib.core.formats import DIGIT_BITS, FORMATS, NO_PREFIX, Format
 from darelib.core.looks import PREFIXES
 from darelib.core.mask import TILE
 from darelib.kernels import EngineUnavailable, Kernel, KernelSpec, fallback, plain
-from darelib.kernels.native import bind, list_kinds
+from darelib.kernels.native import bind
 from darelib.kernels.objects import (
-    MAKING,
     Function,
     code_of,
     load_object,
     store,
     target_machine,
-    withdraw,
 )
 from darelib.kernels.records import BINS, LANES, SORT_COUNTERS, WIDEST, Buffers
 
@@ -137,14 +133,10 @@ def work(how: str, *names: str) -> None:
     from darelib.kernels import cpu
 
     gc.disable()  # a compiler makes many objects, and lives for a few seconds
-    paths = [Path(name) for name in names]
     try:
-        for number, path in enumerate(paths):
-            if not path.parent.is_dir():
-                break  # somebody has removed what was to be kept there
-            for unfinished in paths[number:]:
-                with suppress(OSError):  # most were not announced
-                    os.utime(unfinished.with_suffix(MAKING))
+        for path in map(Path, names):
+            if path.exists():
+                continue  # another process was faster
             code = code_of(path.name)
             machine_code = b"" if how == "here" else cpu.compile_object(code, target_machine())
             prove_function(
@@ -155,24 +147,19 @@ def work(how: str, *names: str) -> None:
         raise SystemExit(str(error)) from None
     except Exception as error:  # of a compiler, which says much
         raise SystemExit(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from None
-    finally:
-        for path in paths:
-            withdraw(path)
 
 
-def prove_function(code: KernelSpec, function: Function) -> None:
+def prove_function(spec: KernelSpec, function: Function) -> None:
     """Refuse a compiled function that gives other bits than the definition."""
-    for kind in list_kinds(code):
-        spec = KernelSpec(kind, code.base, code.finetuned, code.output)
-        try_out = TRIALS.get(kind, _try_chunks)
-        defined = partial(fallback.KERNELS[kind], spec)
-        with np.errstate(all="ignore"):
-            results = zip(try_out(spec, bind(spec, function)), try_out(spec, defined), strict=True)
-            for (name, mine), (_, theirs) in results:
-                if mine.tobytes() != theirs.tobytes():
-                    raise EngineUnavailable(
-                        f"the compiled kernel {kind} gives another {name} than its definition"
-                    )
+    try_out = TRIALS.get(spec.kind, _try_chunks)
+    defined = partial(fallback.KERNELS[spec.kind], spec)
+    with np.errstate(all="ignore"):
+        results = zip(try_out(spec, bind(spec, function)), try_out(spec, defined), strict=True)
+        for (name, mine), (_, theirs) in results:
+            if mine.tobytes() != theirs.tobytes():
+                raise EngineUnavailable(
+                    f"the compiled kernel {spec.kind} gives another {name} than its definition"
+                )
 
 
 def _try_chunks(spec: KernelSpec, run: Kernel) -> Results:

@@ -9,13 +9,8 @@ from numpy.typing import NDArray
 
 from darelib.core.mask import TILE
 
-# What the kernels merge and totals can do: add the thinned deltas, average those of the elected
-# sign, or all; multiply all models by each other, or add up sizes.
-ADD, ELECT, AVERAGE = range(3)
-MULTIPLY, ADD_SIZES = range(2)
-# Kernels that merge by what they know of single entries: each is a function of its own, so that
-# who does not need it does not compile it.
-SINGLE: Final = ("near", "select", "boost", "fuse")
+# Kernels that merge: the only ones that write values of the output's type.
+MERGES: Final = ("sum", "elect", "average", "near", "select", "boost", "fuse")
 
 # A record for each model. peak is the bit pattern of the largest |delta|. bounded: what lies
 # between low and high is kept, and of what equals them, what has mask bits below at_low or at_high.
@@ -69,8 +64,8 @@ LANES: Final = 4
 SORT_BITS: Final = 11
 SORT_COUNTERS: Final = 64 // (SORT_BITS - 1) + 1 << SORT_BITS
 WIDEST: Final = 8  # bytes of an element
-# Counters per model, by kernel.
 SUMMED: Final = {"products", "squares"}  # kernels whose sums, by tiles, are in the output's place
+# Counters per model, by kernel: for each prefix, one for each digit.
 COUNTERS: Final = {
     "count": 2 << 16,
     "variance": 2 << 16,

@@ -27,97 +27,96 @@ from darelib.kernels.entries import (
 )
 from darelib.kernels.looks import fold_neighbours, multiply, note_pattern
 from darelib.kernels.parts import (
-    FILLED_IN,
     base_raw,
     carray,
     decode,
     decode_finetuned,
-    elect,
     finetuned_raw,
     inline,
-    open_buffers,
+    load_base,
+    note,
+    open_chunk,
     real,
     thin_model,
     unsigned,
 )
-from darelib.kernels.records import (
-    ADD,
-    AVERAGE,
-    BASE_ROW,
-    DIVISOR_ROW,
-    LEFT_ROW,
-    MERGED_ROW,
-    RIGHT_ROW,
-    SCRATCH_ROWS,
-    SCRATCH_WIDTH,
-    SIZE_ROW,
-    ZERO_ROW,
-)
 
-note = FILLED_IN
 HIGHEST: Final = np.int64((1 << 63) - 1)
 
 # --- combining ------------------------------------------------------------------------------------
 
 
-def combine_signs(
-    kept: Any, models: Any, tensor: Any, merged: Any, scratch: Any, _by_entry: Any, way: int
-) -> None:  # compiled
-    if way != ADD:
-        elect(
-            kept,
-            models,
-            merged,
-            scratch[LEFT_ROW],
-            scratch[RIGHT_ROW],
-            real(tensor.first_share),
-            way == AVERAGE,
-        )
+@inline
+def elect(chunk: Any, any_sign: bool) -> None:  # compiled
+    """Ties: elect each position's sign by the sum, then average, by weight, the models that agree.
 
-
-def swap_near(
-    _kept: Any, _models: Any, tensor: Any, merged: Any, _scratch: Any, _by_entry: Any, _way: int
-) -> None:  # compiled
-    bound = real(tensor.bound)
+    Or, of any sign, those that have a delta there.
+    """
+    merged, total, share = chunk.merged, chunk.left, chunk.right
+    zero = total.dtype.type(0)  # a plain 0 would make float64 of float32
+    total[:] = zero
+    share[:] = chunk.tensors[0].first_share
+    for i in range(len(chunk.models)):
+        row = chunk.kept[i]
+        weight = total.dtype.type(chunk.models[i].weight)
+        for j in range(TILE):
+            has_sign = row[j] > 0 if merged[j] >= 0 else row[j] < 0
+            agrees = row[j] != 0 if any_sign else has_sign
+            total[j] += row[j] if agrees else zero
+            share[j] += weight if agrees else zero
     for j in range(TILE):
-        share = bound / max(abs(merged[j]), real(LEAST_DELTA))
-        merged[j] = min(share, real(1)) * merged[j]
+        merged[j] = total[j] / share[j] if share[j] > 0 else zero
+
+
+def keep_sum(_chunk: Any, _tile: int) -> None:  # compiled
+    pass
+
+
+def elect_sign(chunk: Any, _tile: int) -> None:  # compiled
+    elect(chunk, False)
+
+
+def average(chunk: Any, _tile: int) -> None:  # compiled
+    elect(chunk, True)
+
+
+def swap_near(chunk: Any, _tile: int) -> None:  # compiled
+    bound = real(chunk.tensors[0].bound)
+    for j in range(TILE):
+        share = bound / max(abs(chunk.merged[j]), real(LEAST_DELTA))
+        chunk.merged[j] *= min(share, real(1))
 
 
 @inline
-def find_variance(kept: Any, number: int, mean: Any, variance: Any) -> None:  # compiled
-    share = kept.dtype.type(1 / max(number, 1))
-    first = kept[0]
-    for j in range(TILE):
-        mean[j] = 0
+def find_variance(chunk: Any, mean: Any, variance: Any) -> None:  # compiled
+    number = len(chunk.models)
+    share = mean.dtype.type(1 / max(number, 1))
+    first = chunk.kept[0]
+    mean[:] = 0
     for i in range(1, number):
-        row = kept[i]
+        row = chunk.kept[i]
         for j in range(TILE):
             mean[j] += row[j] - first[j]
     for j in range(TILE):
         mean[j] *= share
         variance[j] = mean[j] * mean[j]
     for i in range(1, number):
-        row = kept[i]
+        row = chunk.kept[i]
         for j in range(TILE):
             gap = (row[j] - first[j]) - mean[j]
             variance[j] += gap * gap
 
 
-def select(
-    kept: Any, models: Any, tensor: Any, merged: Any, scratch: Any, _by_entry: Any, _way: int
-) -> None:  # compiled
-    total = scratch[LEFT_ROW]
-    share = scratch[RIGHT_ROW]
-    variance = scratch[SIZE_ROW]
-    bound = real(tensor.bound)
-    find_variance(kept, len(models), total, variance)
-    for j in range(TILE):
-        total[j] = 0
-        share[j] = 0
-    for i in range(len(models)):
-        row = kept[i]
-        weight = real(models[i].weight)
+def select(chunk: Any, _tile: int) -> None:  # compiled
+    merged, total, share = chunk.merged, chunk.left, chunk.right
+    variance = chunk.size
+    bound = real(chunk.tensors[0].bound)
+    find_variance(chunk, total, variance)
+    total[:] = 0
+    share[:] = 0
+    for i in range(len(chunk.models)):
+        row = chunk.kept[i]
+        weight = real(chunk.models[i].weight)
         for j in range(TILE):
             agrees = row[j] > 0 if merged[j] >= 0 else row[j] < 0
             total[j] += weight * row[j] if agrees else real(0)
@@ -127,35 +126,39 @@ def select(
         merged[j] = averaged if variance[j] >= bound else real(0)
 
 
-def boost_alone(
-    kept: Any, models: Any, tensor: Any, merged: Any, scratch: Any, _by_entry: Any, _way: int
-) -> None:  # compiled
-    number = scratch[LEFT_ROW]
-    factor = scratch[RIGHT_ROW]
-    elect(kept, models, merged, number, factor, real(tensor.first_share), True)
-    for j in range(TILE):
-        number[j] = 0
-        factor[j] = 0
-    for i in range(len(models)):
-        row = kept[i]
-        boost = real(models[i].boost)
+@inline
+def count_changes(chunk: Any, number: Any) -> None:  # compiled
+    """How many models change each entry."""
+    number[:] = 0
+    for i in range(len(chunk.models)):
+        row = chunk.kept[i]
         for j in range(TILE):
-            number[j] += real(1) if row[j] != 0 else real(0)
-            factor[j] += boost if row[j] != 0 else real(0)
-    for j in range(TILE):
-        merged[j] *= factor[j] if number[j] == 1 else real(1)
+            number[j] += number.dtype.type(row[j] != 0)
 
 
-def fuse(
-    _kept: Any, models: Any, tensor: Any, merged: Any, _scratch: Any, by_entry: Any, _way: int
-) -> None:  # compiled
-    scale = real(tensor.bound)
-    for j in range(TILE if len(models) else 0):
-        merged[j] = merged[j] if abs(merged[j]) >= scale * real(by_entry[j]) else real(0)
+def boost_alone(chunk: Any, _tile: int) -> None:  # compiled
+    elect(chunk, True)
+    count_changes(chunk, chunk.left)
+    for i in range(len(chunk.models)):
+        row = chunk.kept[i]
+        boost = real(chunk.models[i].boost)
+        for j in range(TILE):
+            is_alone = row[j] != 0 and chunk.left[j] == 1
+            chunk.merged[j] *= boost if is_alone else real(1)
+
+
+def fuse(chunk: Any, tile: int) -> None:  # compiled
+    by_entry = chunk.by_entry[tile * TILE : (tile + 1) * TILE]
+    scale = real(chunk.tensors[0].bound)
+    for j in range(TILE if len(chunk.models) else 0):
+        value = chunk.merged[j]
+        chunk.merged[j] = value if abs(value) >= scale * real(by_entry[j]) else real(0)
 
 
 COMBINERS: Final = {
-    "merge": combine_signs,
+    "sum": keep_sum,
+    "elect": elect_sign,
+    "average": average,
     "near": swap_near,
     "select": select,
     "boost": boost_alone,
@@ -165,84 +168,53 @@ COMBINERS: Final = {
 # --- looks ----------------------------------------------------------------------------------------
 
 
-def note_variance(
-    kept: Any, models: Any, tensor: Any, scratch: Any, counts: Any, *_: Any
-) -> None:  # compiled
-    variance = scratch[RIGHT_ROW]
-    find_variance(kept, len(models), scratch[LEFT_ROW], variance)
+def note_variance(chunk: Any, _tile: int) -> None:  # compiled
+    find_variance(chunk, chunk.left, chunk.right)
     for j in range(TILE):
-        if variance[j] > 0:  # which nothing is that pads a last tile
-            note_pattern(real(variance[j]).view(unsigned), tensor.shift, models[0], counts)
+        if chunk.right[j] > 0:  # which nothing is that pads a last tile
+            pattern = real(chunk.right[j]).view(unsigned)
+            note_pattern(pattern, chunk.tensors[0].shift, chunk.models[0], chunk.counts)
 
 
-def note_squares(
-    kept: Any,
-    models: Any,
-    tensor: Any,
-    scratch: Any,
-    _counts: Any,
-    _by_entry: Any,
-    products: Any,
-    sums: Any,
-    tile: int,
-    _width: int,
-) -> None:  # compiled
-    chosen = scratch[LEFT_ROW]
-    variance = scratch[RIGHT_ROW]
-    bound = real(tensor.bound)
-    find_variance(kept, len(models), chosen, variance)
-    for i in range(len(models)):
-        row = kept[i]
+def note_squares(chunk: Any, tile: int) -> None:  # compiled
+    chosen, variance = chunk.left, chunk.right
+    bound = real(chunk.tensors[0].bound)
+    find_variance(chunk, chosen, variance)
+    for i in range(len(chunk.models)):
+        row = chunk.kept[i]
         for j in range(TILE):
             chosen[j] = row[j] if variance[j] >= bound else real(0)
-        sums[i, tile] = multiply(chosen, chosen, products)
-        if tile == sums.shape[1] - 1:
-            models[i].squares = fold_neighbours(sums[i])
+        chunk.sums[i, tile] = multiply(chosen, chosen, chunk.wide)
+        if tile == chunk.tiles - 1:
+            chunk.models[i].squares = fold_neighbours(chunk.sums[i])
 
 
-def note_overlap(kept: Any, models: Any, _tensor: Any, scratch: Any, *_: Any) -> None:  # compiled
-    number = scratch[LEFT_ROW]
-    for j in range(TILE):
-        number[j] = 0
-    for i in range(len(models)):
-        row = kept[i]
-        for j in range(TILE):
-            number[j] += real(row[j] != 0)
-    for i in range(len(models)):
-        row = kept[i]
+def note_overlap(chunk: Any, _tile: int) -> None:  # compiled
+    number = chunk.left
+    count_changes(chunk, number)
+    for i in range(len(chunk.models)):
+        row = chunk.kept[i]
         alone = np.uint32(0)
         shared = np.uint32(0)
         for j in range(TILE):
             changed = np.uint32(row[j] != 0)
             alone = np.uint32(alone + (changed & np.uint32(number[j] == 1)))
             shared = np.uint32(shared + (changed & np.uint32(number[j] > 1)))
-        models[i].alone += np.uint64(alone)
-        models[i].shared += np.uint64(shared)
+        chunk.models[i].alone += np.uint64(alone)
+        chunk.models[i].shared += np.uint64(shared)
 
 
-def note_importance(
-    _kept: Any,
-    models: Any,
-    tensor: Any,
-    scratch: Any,
-    counts: Any,
-    by_entry: Any,
-    _products: Any,
-    _sums: Any,
-    _tile: int,
-    width: int,
-) -> None:  # compiled
-    size = scratch[SIZE_ROW]
-    model = models[0]
-    for j in range(TILE):
-        size[j] *= real(by_entry[j])
-    for j in range(width):
-        pattern = np.uint64(real(abs(size[j])).view(unsigned))
-        beginning = pattern >> tensor.shift
+def note_importance(chunk: Any, tile: int) -> None:  # compiled
+    by_entry = chunk.by_entry[tile * TILE : (tile + 1) * TILE]
+    shift = chunk.tensors[0].shift
+    model = chunk.models[0]
+    for j in range(min(chunk.count - tile * TILE, TILE)):
+        pattern = np.uint64(real(abs(chunk.size[j] * real(by_entry[j]))).view(unsigned))
+        beginning = pattern >> shift
         if beginning >> np.uint64(DIGIT_BITS) == model.prefix_3:
-            counts[2, np.int64(beginning & np.uint64(0xFFFF))] += np.uint32(1)
+            chunk.counts[2, np.int64(beginning & np.uint64(0xFFFF))] += np.uint32(1)
         else:
-            note_pattern(pattern, tensor.shift, model, counts)
+            note_pattern(pattern, shift, model, chunk.counts)
 
 
 NOTERS: Final = {
@@ -267,59 +239,28 @@ def note_chunk(
     stride: int,
     models: int,
     first_tile: int,
+    _: int,
 ) -> None:  # compiled
     """Notes something of the thinned deltas of all models."""
-    tiles, base_all, finetuned_all, records, tensors, scratch, bits, limits = open_buffers(
+    chunk = open_chunk(
         base_at,
         finetuned_at,
+        output_at,
         models_at,
         tensor_at,
         scratch_at,
+        counts_at,
         limits_at,
         count,
         stride,
         models,
+        first_tile,
     )
-    sums = carray(output_at, (models, tiles), np.float64)
-    rows = carray(scratch_at, (SCRATCH_ROWS + models + 1, SCRATCH_WIDTH), np.float64)
-    counts = carray(counts_at, (3, 1 << DIGIT_BITS), np.uint32)
-    by_entry = carray(limits_at, (1, tiles * TILE), np.float32)[0]
-    base = scratch[BASE_ROW]
-    kept = scratch[SCRATCH_ROWS:]
-    for tile in range(tiles):
-        start = tile * TILE
-        raw = base_all[start : start + TILE]
-        for j in range(TILE):
-            base[j] = decode(raw[j])
+    for tile in range(chunk.tiles):
+        load_base(chunk, tile)
         for i in range(models):
-            model = records[i]
-            thin_model(
-                finetuned_all[i, start : start + TILE],
-                count - start,
-                first_tile + tile,
-                model,
-                scratch[ZERO_ROW if model.is_delta else BASE_ROW],
-                bits,
-                limits[i, start : start + TILE],
-                scratch[SIZE_ROW],
-                scratch[DIVISOR_ROW],
-                kept[i],
-                scratch[MERGED_ROW],
-                real(0),
-                True,
-            )
-        note(
-            kept,
-            records,
-            tensors[0],
-            scratch,
-            counts,
-            by_entry[start : start + TILE],
-            rows[SCRATCH_ROWS + models],
-            sums,
-            tile,
-            min(count - start, TILE),
-        )
+            thin_model(chunk, tile, i, chunk.kept[i], chunk.merged)
+        note(chunk, tile)
 
 
 # --- rows -----------------------------------------------------------------------------------------
@@ -387,16 +328,6 @@ def take_softmax(values: Any, powers: Any) -> None:  # compiled
         values[j] = values[j] / total + SOFTMAX_EPSILON
 
 
-@inline
-def multiply_logs(before: Any, after: Any, terms: Any) -> None:  # compiled
-    for j in range(len(terms)):
-        terms[j] = after[j] / before[j]
-    for j in range(len(terms)):
-        terms[j] = find_log(terms[j])
-    for j in range(len(terms)):
-        terms[j] *= after[j]
-
-
 def diverge_rows(
     base_at: Any,
     values_at: Any,
@@ -410,13 +341,14 @@ def diverge_rows(
     rows: int,
     width: int,
     is_delta: int,
-    _unused: int,
+    _skipped: int,
+    _: int,
 ) -> None:  # compiled
     """How far the fine-tune's softmax of each row is from the base's."""
     base_all = carray(base_at, (rows, width), base_raw)
     values_all = carray(values_at, (rows, width), finetuned_raw)
     room = carray(room_at, (3, width), np.float64)
-    found = carray(found_at, (1, rows), np.float32)[0]
+    found = carray(found_at, (rows,), np.float32)
     before, after, terms = room[0], room[1], room[2]
     for row in range(rows):
         base = base_all[row]
@@ -429,6 +361,11 @@ def diverge_rows(
             after[j] = real(start + (value if is_delta else value - start))
         take_softmax(before, terms)
         take_softmax(after, terms)
-        multiply_logs(before, after, terms)
+        for j in range(width):
+            terms[j] = after[j] / before[j]
+        for j in range(width):
+            terms[j] = find_log(terms[j])
+        for j in range(width):
+            terms[j] *= after[j]
         total = add_row(terms)
         found[row] = 0 if total < 0 else total

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
 from darelib.commands.merge import merge_to_end
 from darelib.commands.options import Flags, MergerClass, Report, merger_for, show
-from darelib.core.text import LOG, ConfigError, DareError
+from darelib.core.text import LOG, ConfigError
 from darelib.models.inputs import explain_path
 from darelib.models.source import Source, is_on_hub
-from darelib.output.scratch import make_scratch
+from darelib.output.scratch import open_scratch
 from darelib.requests.configfile import check_new_file
 from darelib.requests.mergekit import make_request
 from darelib.requests.mergekitfile import MergekitFile
@@ -63,15 +62,7 @@ def merge_documents(files: Sequence[MergekitFile], flags: Flags, merger_class: M
     output = Source.of(flags["output"]).path
     check_new_file(output, "merged model", "force" in flags)
     places: dict[str, Path] = {}
-    with ExitStack() as stack:
-        try:
-            prefix = output.with_name(f".{output.name[:50]}.documents-")
-            folder = stack.enter_context(make_scratch(prefix))
-        except OSError as error:
-            raise DareError(
-                f"cannot make a folder beside {str(output)!r}: {error.strerror}",
-                "choose another place for the output",
-            ) from None
+    with open_scratch(output.with_name(f".{output.name[:50]}.documents-")) as folder:
         for k, file in enumerate(files, 1):
             file.places = places
             merger = merger_for(layer_flags(make_request(file), flags), merger_class)

@@ -19,7 +19,7 @@ TABLES: Final[dict[str, tuple[str, ...]]] = {
     "dare": tuple(CHECKS),
     "models": ("base_file", "merge_files", "output_file", "tokenizer", "chat_template"),
     "rules": ("match", *RULE_SETTINGS),
-    "sweep": (*SWEEP_SETTINGS, "rules", "seed"),
+    "sweep": (*SWEEP_SETTINGS, "rules"),
     "recipe": ("version", "mask", "seeds", "inputs", "files", "packed"),
 }
 

@@ -7,7 +7,7 @@ import json
 import math
 import warnings
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from decimal import Decimal
 from itertools import product
@@ -35,11 +35,7 @@ if TYPE_CHECKING:
 EXAMPLE: Final = "like lambda_coeff = {low = 0.3, high = 2}, or drop_rate = [0, 0.5]"
 MAX_GRID: Final = 10_000  # combinations
 MAX_STEPS: Final = 100_000  # of a range, whose points are listed
-# What the keys of a range must be, in words, and the test for it.
-RANGE_KEYS: Final[dict[str, tuple[str, Callable[[object], bool]]]] = {
-    **dict.fromkeys(("low", "high", "step"), ("a number", is_number)),
-    "log": ("true or false", lambda value: isinstance(value, bool)),
-}
+RANGE_KEYS: Final = ("low", "high", "step", "log")
 # What may mean nothing beside other settings, and is then not set.
 CONDITIONAL: Final = ("keep_ratio", "rescale_q", *METHOD_SETTINGS, *DROP_SETTINGS)
 OF_DROPS: Final = ("drop", "rescale", "rescale_q", *DROP_SETTINGS)  # where nothing is dropped: none
@@ -69,31 +65,29 @@ class Axis:
 
     @classmethod
     def _of_range(cls, table: Settings, setting: str, where: str) -> Axis:
-        for key, value in table.items():
-            if key not in RANGE_KEYS:
-                raise ConfigError(f"{where} has no key {key!r}", nearest(key, RANGE_KEYS))
-            wanted, accepts = RANGE_KEYS[key]
-            if not accepts(value):
-                raise ConfigError(f"{where}: {key} must be {wanted}", EXAMPLE)
-        if not {"low", "high"} <= table.keys():
-            raise ConfigError(f"{where} must have low and high", EXAMPLE)
+        unknown = next((key for key in table if key not in RANGE_KEYS), None)
+        if unknown:
+            raise ConfigError(f"{where} has no key {unknown!r}", nearest(unknown, RANGE_KEYS))
+        numbers = [value for key, value in table.items() if key != "log"]
+        is_complete = {"low", "high"} <= table.keys() and all(map(is_number, numbers))
+        if not is_complete or not isinstance(table.get("log", False), bool):
+            raise ConfigError(
+                f"{where} must have numbers low and high, perhaps a step or log = true", EXAMPLE
+            )
         axis = cls(**table)
         for end in (axis.low, axis.high):
             check_setting(setting, [end] if setting == "weights" else end, where)
-        if not axis.low < axis.high:
+        width = axis.high - axis.low
+        if width <= 0:
             raise ConfigError(
                 f"{where}: the range from {axis.low:g} to {axis.high:g} is empty", EXAMPLE
             )
-        is_wrong_step = axis.step is not None and axis.step <= 0
-        if is_wrong_step or (axis.log and (axis.step or axis.low <= 0)):
+        is_too_fine = axis.step is not None and axis.step < width / MAX_STEPS
+        if is_too_fine or (axis.log and (axis.step or axis.low <= 0)):
             raise ConfigError(
-                f"{where}: step must be above 0, and log = true needs a low above 0 and no step",
+                f"{where}: step must be above 0 and make at most {MAX_STEPS:,} steps, "
+                "and log = true needs a low above 0 and no step",
                 "leave one out",
-            )
-        if axis.step and (axis.high - axis.low) / axis.step > MAX_STEPS:
-            raise ConfigError(
-                f"{where}: a range of more than {MAX_STEPS:,} steps of {axis.step:g}",
-                "leave the step out, and any number in the range may be chosen",
             )
         return axis
 
@@ -111,17 +105,17 @@ class Axis:
         low, high, step = (Decimal(str(number)) for number in (self.low, self.high, self.step))
         return [float(low + k * step) for k in range(int((high - low) / step) + 1)]
 
-    def suggest(self, trial: BaseTrial, name: str, least: float) -> Any:
-        """What a trial chooses; of a range, nothing below the least."""
+    def suggest(self, trial: BaseTrial, name: str) -> Any:
         points = self.points
         if self.values:
             return self.values[points.index(trial.suggest_categorical(name, points))]
-        within = [point for point in points if point >= least - 1e-9] or points[-1:]
-        ends = within or [min(max(self.low, least), self.high), self.high]
+        high = points[-1] if points else self.high  # a whole number of steps from low
         with warnings.catch_warnings():
-            # Of steps that divide a range but for rounding, and of a grid's points below the least.
+            # Of steps that divide a range but for rounding.
             warnings.simplefilter("ignore", UserWarning)
-            return trial.suggest_float(name, ends[0], ends[-1], step=self.step, log=self.log)
+            chosen = trial.suggest_float(name, self.low, high, step=self.step, log=self.log)
+        # Optuna counts steps in binary, so that 0.9 may come out as 0.8999999999999999.
+        return min(points, key=lambda point: abs(point - chosen)) if points else chosen
 
 
 Axes = dict[str, Axis | tuple[Axis, ...]]  # by setting; several: one for each model
@@ -148,8 +142,6 @@ class Space:
         self.rules = [
             self._parse_rule(rule, f"[sweep] rule {number}") for number, rule in enumerate(rules, 1)
         ]
-        for method in self._list_values("method"):
-            self._fit({"method": method}, []).check_models(count)
         names = ("method", "drop", "drop_rate")
         choices = [
             self.fixed | dict(zip(names, values, strict=True))
@@ -163,11 +155,6 @@ class Space:
 
     def _parse_table(self, table: Settings, known: tuple[str, ...], where: str) -> Axes:
         for name in table:
-            if name == "seed":
-                raise ConfigError(
-                    f"{where} seed: masks are noise, not a setting to choose",
-                    "--confirm draws several",
-                )
             if name not in known:
                 raise ConfigError(f"{where} has no key {name!r}", nearest(name, known))
         # In the order of CHECKS, where what others depend on comes first.
@@ -224,11 +211,8 @@ class Space:
         for name, axis in axes.items():
             if not self._matters(name, settings):
                 continue
-            # Dividing by less than what is kept would more than undo the dropping.
-            kept = 1 - min(list_numbers(settings["drop_rate"]))
-            least = kept if name == "rescale_q" else -math.inf
             named = name_axes(prefix + name, axis).items()
-            values = [each.suggest(trial, label, least) for label, each in named]
+            values = [each.suggest(trial, label) for label, each in named]
             chosen[name] = values if isinstance(axis, tuple) else values[0]
         return chosen
 
@@ -271,13 +255,15 @@ class Space:
         """What all trials of a grid choose, each once: what means nothing is not chosen."""
         from optuna.trial import FixedTrial
 
-        points = {label: axis.points for label, axis in self._list_axes()}
-        if endless := next((label for label, values in points.items() if not values), None):
+        points = {label: axis.points for label, axis in self.list_axes()}
+        endless = next((label for label, values in points.items() if not values), None)
+        if endless:
             raise ConfigError(
                 f"a grid needs values for {endless}, not a range",
                 "give a list, or the range a step",
             )
-        if (size := math.prod(map(len, points.values()))) > MAX_GRID:
+        size = math.prod(map(len, points.values()))
+        if size > MAX_GRID:
             raise ConfigError(
                 f"a grid of {size:,} combinations is too large", f"at most {MAX_GRID:,}; or use tpe"
             )
@@ -303,10 +289,7 @@ class Space:
         ]
         return dataclasses.replace(self.config, **plain, rules=rules)
 
-    def count_ranges(self) -> int:
-        return sum(not axis.values for _, axis in self._list_axes())
-
-    def _list_axes(self) -> Iterator[tuple[str, Axis]]:
+    def list_axes(self) -> Iterator[tuple[str, Axis]]:
         """All axes, by the names that a study has for what is chosen."""
         tables = {"": self.axes} | {f"rules.{k}.": axes for k, (_, axes) in enumerate(self.rules)}
         for prefix, axes in tables.items():

@@ -9,7 +9,6 @@ import torch
 import yaml
 
 import dare
-from darelib.models.templates import TEMPLATES
 from tests import support
 from tests.support import (
     BF16,
@@ -132,6 +131,7 @@ def test_linear_and_ties_equal_mergekit_to_the_last_bit(
 # --- the same file, given to both -----------------------------------------------------------------
 
 LAYERS = 4
+WHO = ("ours", "theirs")
 DEEP: dict[str, tuple[int, ...]] = {
     name.replace("layers.0", f"layers.{layer}"): shape
     for layer in range(LAYERS)
@@ -458,29 +458,6 @@ SPANNED = {
 EXACT |= SPANNED
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", SPANNED)
-def test_what_is_stored_in_16_bits_is_mergekits_within_one_rounding(
-    case: str, zoo: dict[str, Path], tmp_path: Path
-) -> None:
-    config = {**CONFIG, "num_hidden_layers": LAYERS, "torch_dtype": "bfloat16"}
-    narrow = {
-        name: save_directory(
-            tmp_path / name,
-            {key: tensor.bfloat16() for key, tensor in tensors_in(zoo[name]).items()},
-            **config,
-        )
-        for name in ("b", "m1", "m2", "m3")
-    }
-    file = tmp_path / "merge.yaml"
-    file.write_text(Template(SPANNED[case] + "\nout_dtype: bfloat16").substitute(narrow))
-    ours = run_ours(file, tmp_path / "ours")
-    for name, theirs in run_theirs(file, tmp_path / "theirs").items():
-        assert ours[name].dtype == theirs.dtype == torch.bfloat16
-        assert (ours[name] != theirs).float().mean() < 0.01, name
-        torch.testing.assert_close(ours[name], theirs, rtol=2**-7, atol=1e-7)
-
-
 # Methods that decide about single entries.
 ONE = "\nbase_model: $b\nmodels: [{model: $m1}]\ndtype: float32\n"
 THREE = ONE.replace("{model: $m1}", "{model: $m1}, {model: $m2}, {model: $m3}")
@@ -561,22 +538,47 @@ def run_ours(file: Path, output: Path, *flags: str) -> Tensors:
     return tensors_in(output)
 
 
+def run_both(
+    text: str, paths: dict[str, Path], folder: Path, **theirs: str | None
+) -> tuple[Tensors, Tensors]:
+    """What this tool and mergekit make of a file with these models."""
+    file = folder / "merge.yaml"
+    file.write_text(Template(text).substitute(paths))
+    made = (run_ours(file, folder / "ours"), run_theirs(file, folder / "theirs", **theirs))
+    assert made[0].keys() == made[1].keys()
+    return made
+
+
+def save_narrow(folder: Path, zoo: dict[str, Path]) -> dict[str, Path]:
+    """The models of the zoo in 16 bits."""
+    return {
+        name: save_directory(
+            folder / name,
+            {key: tensor.to(BF16) for key, tensor in tensors_in(zoo[name]).items()},
+            **read_json(zoo[name] / "config.json") | {"torch_dtype": "bfloat16"},
+        )
+        for name in ("b", "m1", "m2", "m3")
+    }
+
+
+def join(tensors: Tensors) -> torch.Tensor:
+    return torch.cat([tensors[name].reshape(-1) for name in sorted(tensors)])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", EXACT)
 def test_the_same_file_gives_the_same_tensors(
     case: str, zoo: dict[str, Path], tmp_path: Path
 ) -> None:
-    file = tmp_path / "merge.yaml"
-    file.write_text(Template(EXACT[case]).substitute(zoo))
-    ours = run_ours(file, tmp_path / "ours")
-    theirs = run_theirs(file, tmp_path / "theirs")
-    assert ours.keys() == theirs.keys()
+    ours, theirs = run_both(EXACT[case], zoo, tmp_path)
     for name in ours:
         np.testing.assert_allclose(
             ours[name], theirs[name], rtol=2e-6, atol=2e-6 * 0.05, err_msg=name
         )
+    depths = [read_json(tmp_path / who / "config.json")["num_hidden_layers"] for who in WHO]
+    assert depths[0] == depths[1]
     toml = tmp_path / "merge.toml"
-    assert dare.main(["-c", str(file), "-q", "--write-config", str(toml)]) == 0
+    assert dare.main(["-c", f"{tmp_path}/merge.yaml", "-q", "--write-config", str(toml)]) == 0
     assert_same(run_ours(toml, tmp_path / "again"), ours)
 
 
@@ -585,47 +587,32 @@ def test_an_adapter_is_put_on_a_model_in_the_models_type(
     zoo: dict[str, Path], tmp_path: Path
 ) -> None:
     """Their sums are in another order, which rarely decides a rounding."""
-    config = {**CONFIG, "num_hidden_layers": LAYERS, "torch_dtype": "bfloat16"}
-    half = {name: tensor.bfloat16() for name, tensor in tensors_in(zoo["m1"]).items()}
-    save_directory(tmp_path / "half", half, **config)
-    file = tmp_path / "merge.yaml"
-    text = "merge_method: task_arithmetic\nbase_model: $h+$l1\nmodels: [{model: $h}]\n"
-    text = Template(text + "parameters: {weight: 1, lambda: 0}").substitute(
-        zoo, h=tmp_path / "half"
-    )
-    file.write_text(text)
-    theirs = run_theirs(file, tmp_path / "theirs", adapter_dtype=None)
-    other = 0
-    for name, ours in run_ours(file, tmp_path / "ours").items():
-        assert ours.dtype == theirs[name].dtype == torch.bfloat16
-        np.testing.assert_allclose(ours.float(), theirs[name].float(), rtol=2**-7, err_msg=name)
-        other += int((ours != theirs[name]).sum())
-    assert other < sum(tensor.numel() for tensor in half.values()) / 500
+    text = "merge_method: task_arithmetic\nbase_model: $m1+$l1\nmodels: [{model: $m1}]\n"
+    text += "parameters: {weight: 1, lambda: 0}"
+    paths = zoo | save_narrow(tmp_path, zoo)
+    ours, theirs = map(join, run_both(text, paths, tmp_path, adapter_dtype=None))
+    assert ours.dtype == theirs.dtype == BF16
+    torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=1e-7)
+    assert (ours != theirs).float().mean() < 1 / 500
+
+
+NARROW = [*SPANNED, "nearswap", "sce", "sce, some", "ramplus_tl, boosted"]
+NARROW += [case for case in STACKED if case.startswith("passthrough")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in STACKED if case.startswith("passthrough")])
-def test_stacks_in_bfloat16_are_mergekits(case: str, zoo: dict[str, Path], tmp_path: Path) -> None:
-    """Copies to the last bit; products but for few roundings, which mergekit does in float32."""
-    halves = {
-        name: save_directory(
-            tmp_path / name,
-            {key: tensor.to(BF16) for key, tensor in tensors_in(zoo[name]).items()},
-            **read_json(zoo[name] / "config.json") | {"torch_dtype": "bfloat16"},
-        )
-        for name in ("m1", "m2", "m3")
-    }
-    file = tmp_path / "merge.yaml"
-    file.write_text(Template(STACKED[case]).substitute(halves))
-    ours = run_ours(file, tmp_path / "ours", "--engine", "plain")
-    theirs = run_theirs(file, tmp_path / "theirs")
-    assert ours.keys() == theirs.keys()
-    mine, yours = (torch.cat([each[name].reshape(-1) for name in ours]) for each in (ours, theirs))
-    assert (mine != yours).float().mean() < 0.005
-    assert torch.allclose(mine.float(), yours.float(), rtol=2**-7, atol=0)
-    for key in ("num_hidden_layers", "vocab_size"):
-        configs = [read_json(tmp_path / whose / "config.json") for whose in ("ours", "theirs")]
-        assert configs[0][key] == configs[1][key]
+@pytest.mark.parametrize("case", NARROW)
+def test_what_is_stored_in_16_bits_is_mergekits_within_one_rounding(
+    case: str, zoo: dict[str, Path], tmp_path: Path
+) -> None:
+    """Many variances are equal in bf16: of these, sce takes some in mergekit, and all here."""
+    text = EXACT[case] + "\nout_dtype: bfloat16\n"
+    ours, theirs = map(join, run_both(text, save_narrow(tmp_path, zoo), tmp_path))
+    assert ours.dtype == theirs.dtype == BF16
+    is_near = torch.isclose(ours.float(), theirs.float(), rtol=2**-7, atol=1e-6)
+    assert (~is_near).float().mean() <= (1 / 500 if "some" in case else 0)
+    if case in SPANNED:
+        assert (ours != theirs).float().mean() < 0.01
 
 
 @pytest.mark.slow
@@ -653,22 +640,13 @@ def test_rows_are_those_of_mergekits_tokens(method: str, source: str, tmp_path: 
         )
         tokenizer.add_tokens([f"<{name}>"] if k else [])
         tokenizer.save_pretrained(paths[name])
-    file = tmp_path / "merge.yaml"
     text = (
         f"merge_method: {method}\nbase_model: $b\nmodels: [{{model: $b}}, {{model: $m1}}, "
-        f"{{model: $m2}}]\n"
+        f"{{model: $m2}}]\nparameters: {{weight: 0.4}}\ntokenizer_source: {source}\n"
     )
-    file.write_text(
-        Template(text + f"parameters: {{weight: 0.4}}\ntokenizer_source: {source}\n").substitute(
-            paths
-        )
-    )
-    ours = run_ours(file, tmp_path / "ours")
-    theirs = run_theirs(file, tmp_path / "theirs")
-    for made, folder in (
-        (ours, "ours"),
-        (theirs, "theirs"),
-    ):  # mergekit adds the tokens in any order
+    ours, theirs = run_both(text, paths, tmp_path)
+    for made, folder in zip((ours, theirs), WHO, strict=True):
+        # mergekit adds the tokens in any order.
         added = PreTrainedTokenizerFast.from_pretrained(tmp_path / folder).get_added_vocab()
         rows = [*range(VOCABULARY), *(added[token] for token in sorted(added) if token != "<unk>")]
         assert len(made["lm_head.weight"]) == len(rows)
@@ -695,44 +673,6 @@ def test_several_documents_make_what_mergekits_make(zoo: dict[str, Path], tmp_pa
     ours = run_ours(file, tmp_path / "ours")
     for name, tensor in tensors_in(theirs).items():
         np.testing.assert_allclose(ours[name], tensor, rtol=2e-6, atol=1e-7, err_msg=name)
-
-
-ASKED = [("user", " What?\n")]
-TALK = [*ASKED, ("assistant", "That. "), ("user", "And?")]
-
-
-@pytest.mark.parametrize("talk", [ASKED, TALK, TALK[:2]])
-@pytest.mark.parametrize("system", [[], [("system", "Be brief. ")]])
-@pytest.mark.parametrize("speaks", [False, True])
-def test_chat_templates_say_what_mergekits_say(
-    talk: list[tuple[str, str]], system: list[tuple[str, str]], speaks: bool
-) -> None:
-    from importlib.resources import files
-
-    from mergekit._data import chat_templates
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    theirs = {
-        path.name.removesuffix(".jinja"): path.read_text()
-        for path in files(chat_templates).iterdir()
-        if path.name.endswith(".jinja")
-    }
-    assert theirs.keys() == TEMPLATES.keys()
-    messages = [{"role": role, "content": content} for role, content in (*system, *talk)]
-    for name in theirs:
-        ours, other = (
-            render_jinja_template(
-                conversations=[messages],
-                chat_template=template,
-                add_generation_prompt=speaks,
-                bos_token="<s>",
-                eos_token="</s>",
-            )[0]
-            for template in (TEMPLATES[name], theirs[name])
-        )
-        if name in ("alpaca", "exaone", "llama3"):  # which have white space of their own there
-            ours, other = ("".join(each[0].split()) for each in (ours, other))
-        assert ours == other, name
 
 
 # --- what is random: the same distribution
@@ -847,39 +787,8 @@ def test_della_keeps_entries_with_mergekits_probabilities(
 @pytest.mark.slow
 def test_fusion_chooses_what_mergekit_chooses(zoo: dict[str, Path], tmp_path: Path) -> None:
     """Its divergences, in float32, are right to some digits: what lies on the edge may differ."""
-    file = tmp_path / "merge.yaml"
-    file.write_text(Template("merge_method: arcee_fusion" + ONE).substitute(zoo))
-    ours = run_ours(file, tmp_path / "ours")
-    theirs = run_theirs(file, tmp_path / "theirs")
-    base = tensors_in(zoo["b"])
-    assert ours.keys() == theirs.keys()
-    differing = chosen = 0
-    for name, mine in ours.items():
-        near = torch.isclose(mine, theirs[name], rtol=2e-6, atol=1e-7)
-        differing += int((~near).sum())
-        chosen += int((mine != base[name]).sum())
+    made = run_both("merge_method: arcee_fusion" + ONE, zoo, tmp_path)
+    ours, theirs, base = map(join, (*made, tensors_in(zoo["b"])))
+    chosen = int((ours != base).sum())
     assert chosen > 1000
-    assert differing <= chosen / 200
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["nearswap", "sce", "sce, some", "ramplus_tl, boosted"])
-def test_methods_of_single_entries_round_to_16_bits_as_mergekit_does(
-    case: str, tmp_path: Path
-) -> None:
-    """Models in bf16: many variances are equal, of which mergekit takes some, and we all."""
-    base = random_model(0, BF16, SHAPES)
-    models = {"b": base} | {f"m{k}": finetune(base, k, 0.02) for k in (1, 2, 3)}
-    config = {**CONFIG, "torch_dtype": "bfloat16"}
-    paths = {name: save_directory(tmp_path / name, each, **config) for name, each in models.items()}
-    file = tmp_path / "merge.yaml"
-    file.write_text(Template(EXACT[case] + "out_dtype: bfloat16\n").substitute(paths))
-    ours = run_ours(file, tmp_path / "ours")
-    theirs = run_theirs(file, tmp_path / "theirs")
-    differing = total = 0
-    for name, mine in ours.items():
-        assert mine.dtype == theirs[name].dtype == BF16
-        near = torch.isclose(mine, theirs[name], rtol=2**-7, atol=1e-6)
-        differing += int((~near).sum())
-        total += mine.numel()
-    assert differing <= (total / 500 if "some" in case else 0)
+    assert (~torch.isclose(ours, theirs, rtol=2e-6, atol=1e-7)).sum() <= chosen / 200

@@ -46,25 +46,18 @@ def write_request(request: Request, path: Path, force: bool) -> None:
     parts = [part for source in sources for part in source.parts]
     inputs = [(part.name, part.path) for part in parts if part.path.exists()]
     check_apart(repr(str(path)), path, inputs if path != STDOUT else ())
-    write_config(path, format_settings(request.dare, request.rules, request.notes), request)
+    write_config(path, format_settings(request.dare, request.rules), request)
 
 
-def format_settings(
-    dare: Mapping[str, Any], rules: Iterable[Rule], notes: Mapping[str, str]
-) -> str:
-    """Settings and rules as TOML. notes: comments on some of them."""
-    comments = {key: f"  # {note}" for key, note in notes.items()}
-    tables = [format_table("[dare]", dare, comments)]
+def format_settings(dare: Mapping[str, Any], rules: Iterable[Rule]) -> str:
+    tables = [format_table("[dare]", dare)]
     tables += [format_table("[[rules]]", rule.as_table()) for rule in rules]
     return "\n".join(tables)
 
 
-def format_table(
-    header: str, table: Mapping[str, Any], comments: Mapping[str, str] | None = None
-) -> str:
+def format_table(header: str, table: Mapping[str, Any]) -> str:
     """A table as TOML, a setting a line: what is a table itself would end it otherwise."""
-    ends = comments or {}
-    lines = [f"{key} = {as_literal(value)}{ends.get(key, '')}\n" for key, value in table.items()]
+    lines = [f"{key} = {as_literal(value)}\n" for key, value in table.items()]
     return "".join([f"{header}\n", *lines])
 
 

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any, Final, Self
@@ -98,73 +99,65 @@ def parse_output(text: str) -> Any:
     return float(numbers[0])
 
 
-class ShellCommand:
-    """An evaluation that is a command: its words, one or more of them with {model} in it."""
+def split_command(text: str) -> list[str]:
+    """The words of a command, as a shell would split it; it is run without one, so that no path is
+    more than a word.
+    """
+    try:
+        words = shlex.split(text, posix=os.name != "nt")
+    except ValueError as error:
+        raise ConfigError(
+            f"--evaluate {text!r} cannot be split into words: {error}", "check its quotes"
+        ) from None
+    if os.name == "nt":  # where a backslash is no escape, and quotes stay
+        words = [word.strip("\"'") for word in words]
+    if not any("{model}" in word for word in words):
+        raise ConfigError(
+            f"--evaluate {text!r} has no {{model}}",
+            "write {model} where the model's path belongs, or name a function: file.py:function",
+        )
+    odd = next((word for word in words if word in SHELL_WORDS), None)
+    if odd:
+        raise ConfigError(
+            f"--evaluate is run without a shell, to which {odd!r} belongs", SHELL_HINT
+        )
+    if shutil.which(words[0]) is None:
+        raise ConfigError(
+            f"there is no command {words[0]!r}",
+            f"check the first word of --evaluate, and the PATH; for variables, {SHELL_HINT}",
+        )
+    return words
 
-    def __init__(self, text: str, timeout: float | None) -> None:
-        """Split as a shell would, but run without one: no path is more than a word."""
-        if timeout is not None and not timeout > 0:
-            raise ConfigError(f"--timeout must be above 0, not {timeout:g}", "it is in seconds")
-        self.timeout = timeout
-        try:
-            self.words = shlex.split(text, posix=os.name != "nt")
-        except ValueError as error:
-            raise ConfigError(
-                f"--evaluate {text!r} cannot be split into words: {error}", "check its quotes"
-            ) from None
-        if os.name == "nt":  # where a backslash is no escape, and quotes stay
-            self.words = [word.strip("\"'") for word in self.words]
-        if not any("{model}" in word for word in self.words):
-            raise ConfigError(
-                f"--evaluate {text!r} has no {{model}}",
-                "write {model} where the model's path belongs, "
-                "or name a function: file.py:function",
-            )
-        odd = next((word for word in self.words if word in SHELL_WORDS), None)
-        if odd:
-            raise ConfigError(
-                f"--evaluate is run without a shell, to which {odd!r} belongs", SHELL_HINT
-            )
-        if shutil.which(self.words[0]) is None:
-            raise ConfigError(
-                f"there is no command {self.words[0]!r}",
-                f"check the first word of --evaluate, and the PATH; for variables, {SHELL_HINT}",
-            )
 
-    def __call__(self, model: Any, _: Any) -> Any:
-        words = [word.replace("{model}", str(model)) for word in self.words]
-        words[0] = shutil.which(words[0]) or words[0]
-        # Files, not pipes: a process that outlives its parent may hold a pipe open.
-        with TemporaryFile() as output, TemporaryFile() as errors:
-            problem = self._run(words, output, errors)
-            printed = read_end(output)
-            complaints = read_end(errors)
-        try:
-            if not problem:
-                return parse_output(printed)
-            last = complaints.strip().rpartition("\n")[2]
-            raise EvaluationFailed(f"{problem}: {last[-300:]}" if last else problem)
-        except EvaluationFailed as error:
-            error.output = (printed + complaints)[-KEPT:]
-            raise
-
-    def _run(self, words: list[str], output: IO[bytes], errors: IO[bytes]) -> str:
-        """What goes wrong with a process that prints into these files; empty: nothing does."""
+def run_command(words: Sequence[str], timeout: float | None, model: Any, _: Any) -> Any:
+    program, *others = (word.replace("{model}", str(model)) for word in words)
+    # Files, not pipes: a process that outlives its parent may hold a pipe open.
+    with TemporaryFile() as output, TemporaryFile() as errors:
         process = subprocess.Popen(
-            words,
+            [shutil.which(program) or program, *others],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=errors,
             start_new_session=True,
         )
         try:
-            status = process.wait(self.timeout)
+            status = process.wait(timeout)
+            verb = "was ended by signal" if status < 0 else "ended with status"
+            problem = f"it {verb} {abs(status)}" if status else ""
         except subprocess.TimeoutExpired:
-            return f"it took longer than {self.timeout:g} s"
+            problem = f"it took longer than {timeout:g} s"
         finally:
             kill_all(process)
-        verb = "was ended by signal" if status < 0 else "ended with status"
-        return f"it {verb} {abs(status)}" if status else ""
+        printed = read_end(output)
+        complaints = read_end(errors)
+    try:
+        if not problem:
+            return parse_output(printed)
+        last = complaints.strip().rpartition("\n")[2]
+        raise EvaluationFailed(f"{problem}: {last[-300:]}" if last else problem)
+    except EvaluationFailed as error:
+        error.output = (printed + complaints)[-KEPT:]
+        raise
 
 
 def read_end(file: IO[bytes]) -> str:
@@ -222,10 +215,13 @@ def find_evaluation(given: Any, timeout: float | None) -> tuple[Evaluate, str]:
     """What evaluates models, and its label: a script that was edited is another evaluation."""
     named = FUNCTION.fullmatch(given) if isinstance(given, str) else None
     if isinstance(given, str) and not named:
-        command = ShellCommand(given, timeout)
-        scripts = [word for word in command.words if word.endswith((".py", ".sh"))]
+        if timeout is not None and not timeout > 0:
+            raise ConfigError(f"--timeout must be above 0, not {timeout:g}", "it is in seconds")
+        words = split_command(given)
+        scripts = [word for word in words if word.endswith((".py", ".sh"))]
         contents = [Path(word).read_bytes() for word in scripts if os.path.isfile(word)]
-        return command, " ".join([given, *map(digest, contents)])
+        label = " ".join([given, *map(digest, contents)])
+        return partial(run_command, words, timeout), label
     if timeout is not None:
         raise ConfigError(
             "--timeout is for commands: a function cannot be ended",

@@ -26,7 +26,6 @@ from darelib.core.text import (
     DareError,
     InputChanged,
     clip,
-    install_hint,
     nearest,
 )
 
@@ -86,17 +85,19 @@ def run_search(
     space: Space, evaluate: Score, options: Options, label: str, facts: Sequence[Any]
 ) -> SweepReport:
     """label: of the evaluation; facts: what else scores depend on, besides the settings."""
-    try:
-        import optuna
-    except ImportError:
-        raise DareError("a sweep needs Optuna", install_hint("sweep")) from None
-    if options.search == "cmaes" and sum(not axis.values for _, axis in space.list_axes()) < 2:
+    ranges = [axis for _, axis in space.list_axes() if not isinstance(axis, tuple)]
+    if options.search == "cmaes" and len(ranges) < 2:
         raise ConfigError("search cmaes needs two ranges or more", "use tpe")
     combinations = space.list_combinations() if options.search == "grid" else []
-    with keep_quiet(optuna), explain_study_errors(options.storage), StopAfterTrial() as interrupts:
+    with (
+        keep_quiet(space.optuna),
+        explain_study_errors(options.storage),
+        StopAfterTrial() as interrupts,
+    ):
         with remove_unscored(options.storage):
-            study = open_study(optuna, space, options, label, facts)
-            search = Search(optuna, study, space, evaluate, options, interrupts)
+            search = Search(
+                open_study(space, options, label, facts), space, evaluate, options, interrupts
+            )
             search.score_base()
         return search.run(combinations[: options.trials])
 
@@ -153,9 +154,7 @@ def remove_unscored(storage: str | None) -> Iterator[None]:
         raise
 
 
-def open_study(
-    optuna: Any, space: Space, options: Options, label: str, facts: Sequence[Any]
-) -> Any:
+def open_study(space: Space, options: Options, label: str, facts: Sequence[Any]) -> Any:
     """The study of all that scores depend on, or the one that the user names."""
     rules = [rule.as_table() for rule in space.config.typed_rules]
     aims = [dataclasses.astuple(objective) for objective in options.aims]
@@ -165,7 +164,7 @@ def open_study(
     directions = ["maximize" if each.maximize else "minimize" for each in options.aims]
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            study = optuna.create_study(
+            study = space.optuna.create_study(
                 storage=options.storage, study_name=name, directions=directions, load_if_exists=True
             )
             break
@@ -175,7 +174,7 @@ def open_study(
                 raise
             time.sleep(0.2)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        warnings.simplefilter("ignore", space.optuna.exceptions.ExperimentalWarning)
         study.set_metric_names([each.name for each in options.aims])
     made_here = digest if not study.get_trials(deepcopy=False) else None
     if study.user_attrs.get(FACTS, made_here) != digest:
@@ -195,21 +194,20 @@ class Search:
 
     def __init__(
         self,
-        optuna: Any,
         study: Any,
         space: Space,
         evaluate: Score,
         options: Options,
         interrupts: Interrupts,
     ) -> None:
-        self.optuna = optuna
+        self.optuna = space.optuna
         self.study = study
         self.space = space
         self.evaluate = evaluate
         self.options = options
         self.objectives = options.aims
         self.interrupts = interrupts
-        self.states = optuna.trial.TrialState
+        self.states = space.optuna.trial.TrialState
         self.started = time.perf_counter()
         self.wanted = options.trials or 30
         self.failed = 0  # trials of this run
@@ -365,10 +363,8 @@ class Search:
             (t.number, t.user_attrs["why"]) for t in self._trials() if "why" in t.user_attrs
         ]
         if not rows:
-            why = failures[0][1] if failures else "was stopped"
-            raise DareError(
-                f"no trial could be scored; the first {why}", "fix the evaluation or the space"
-            )
+            why = f"the first {failures[0][1]}" if failures else "nothing fits together"
+            raise DareError(f"no trial could be scored; {why}", "fix the evaluation or the space")
         return SweepReport(
             self.objectives,
             list(rows.values()),

@@ -8,11 +8,12 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from darelib.commands.options import Merger
-from darelib.commands.sweep.evaluation import Evaluate, ShellCommand, find_evaluation
+from darelib.commands.sweep.evaluation import Evaluate, find_evaluation
 from darelib.commands.sweep.report import SweepReport
 from darelib.commands.sweep.search import SQLITE, Options, Score, run_search
 from darelib.commands.sweep.space import Space
@@ -57,7 +58,7 @@ def write_winner(report: SweepReport, request: Request, path: Path) -> None:
     dare |= {name: request.dare[name] for name in own if name in request.dare}
     remarks = [f"{report.winner.name}, of the study {report.study}", *report.remarks]
     comments = "".join(f"# {printable(remark)}\n" for remark in remarks)
-    settings = format_settings(dare, config.typed_rules, {})
+    settings = format_settings(dare, config.typed_rules)
     write_config(path, f"{MARK}:\n{comments}\n{settings}", request)
 
 
@@ -82,15 +83,18 @@ def sweep_models(
     with merger.open_inputs() as inputs, ExitStack() as stack:
         template = merger.chat_template and merger.chat_template.name
         facts = [merger.tokenizer.name, template, *(each.fingerprint for each in inputs)]
-        if model is None and not in_memory:
-            if not keep_models:
-                folder = stack.enter_context(open_scratch(folder / ".sweep-"))
-            in_files = merge_in_files(merger, inputs, quiet, score, folder, keep_models)
-            return run_search(choices, in_files, how, label, facts)
-        if keep_models:
-            raise ConfigError("in memory there are no models to keep", "leave one of the two out")
-        base, *finetuned = load_states(inputs, model)
-        return search_in_memory(base, finetuned, score, choices, how, model, label, facts)
+        if model is not None or in_memory:
+            if keep_models or isinstance(score, partial):
+                raise ConfigError(
+                    "in memory there are no models to keep, or to give to a command",
+                    "give a function, or leave out --in-memory",
+                )
+            base, *finetuned = load_states(inputs, model)
+            return search_in_memory(base, finetuned, score, choices, how, model, label, facts)
+        if not keep_models:
+            folder = stack.enter_context(open_scratch(folder / ".sweep-"))
+        in_files = merge_in_files(merger, inputs, quiet, score, folder, keep_models)
+        return run_search(choices, in_files, how, label, facts)
 
 
 def pin_sources(merger: Merger) -> Merger:
@@ -170,10 +174,6 @@ def search_in_memory(
     """State dicts are merged, into a live model's tensors if there is one; nothing is written. The
     live model holds the winner in the end, or else the base.
     """
-    if isinstance(evaluate, ShellCommand):
-        raise ConfigError(
-            "a command needs models in files", "give a function, or leave out --in-memory"
-        )
     memory = load_memory()
     solutions = memory.Solutions()
     out = None if model is None else model.state_dict()

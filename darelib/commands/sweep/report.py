@@ -82,22 +82,18 @@ class SweepReport(Report):
     def ranked(self) -> list[Row]:
         """Best first, but what a seed may flatter after all that was scored again, if any was.
 
-        With several objectives, the Pareto front comes first; of equals, that whose worst score is
-        best.
+        With several objectives, the Pareto front comes first, by the first objective.
         """
-        columns = [[row.mean(k) for row in self.rows] for k in range(len(self.objectives))]
-        spans = [(min(column), max(column) - min(column) or 1) for column in columns]
         is_confirmed = any(row.confirmed for row in self.rows)
         front = {row.number for row in (self.front if len(self.objectives) > 1 else self.rows)}
 
         def order(row: Row) -> tuple[bool, bool, float]:
-            shares = [(row.mean(k) - low) / width for k, (low, width) in enumerate(spans)]
-            worst = min(
-                share if objective.maximize else 1 - share
-                for share, objective in zip(shares, self.objectives, strict=True)
-            )
             is_doubtful = is_confirmed and row.draws and not row.confirmed
-            return row.number not in front, is_doubtful, -worst
+            return (
+                row.number not in front,
+                is_doubtful,
+                -self.objectives[0].gain(row.mean(0), 0.0),
+            )
 
         return sorted(self.rows, key=order)
 
@@ -182,8 +178,8 @@ class SweepReport(Report):
         named = ", ".join(str(row.number) for row in front[:SHOWN])
         return (
             f"{count_of(len(front), 'trial')} on the Pareto front ({named}), of which plain "
-            f"averages beat {lost}. The most balanced is trial {self.best.number} "
-            f"({name_choice(self.best.params)})."
+            f"averages beat {lost}. That with the best {self.objectives[0].name} is trial "
+            f"{self.best.number} ({name_choice(self.best.params)})."
         )
 
     @property

@@ -10,7 +10,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any, Final, TypeAlias
 from urllib.parse import quote
@@ -36,7 +35,6 @@ Score: TypeAlias = Callable[[DareConfig | None, Any, str], Any]
 SEARCHES: Final = ("tpe", "cmaes", "random", "grid")
 FINALISTS: Final = 3  # how many of the best are scored again
 ATTEMPTS: Final = 10  # to open a study that another process may just be making
-SQLITE: Final = "sqlite:///"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,11 +92,8 @@ def run_search(
         explain_study_errors(options.storage),
         StopAfterTrial() as interrupts,
     ):
-        with remove_unscored(options.storage):
-            search = Search(
-                open_study(space, options, label, facts), space, evaluate, options, interrupts
-            )
-            search.score_base()
+        study = open_study(space, options, label, facts)
+        search = Search(study, space, evaluate, options, interrupts)
         return search.run(combinations[: options.trials])
 
 
@@ -139,19 +134,6 @@ def explain_study_errors(storage: str | None) -> Iterator[None]:
             f"the study in {storage!r} cannot be used: {type(error).__name__}: {reason}",
             "move it elsewhere, or give another --storage, a URL like sqlite:///sweep.db",
         ) from error
-
-
-@contextmanager
-def remove_unscored(storage: str | None) -> Iterator[None]:
-    """Where a search fails before its first trial, no database of it is left that was not there."""
-    place = Path((storage or "").removeprefix(SQLITE))
-    is_new = storage is not None and storage.startswith(SQLITE) and not place.exists()
-    try:
-        yield
-    except DareError:
-        if is_new:
-            place.unlink(missing_ok=True)
-        raise
 
 
 def open_study(space: Space, options: Options, label: str, facts: Sequence[Any]) -> Any:
@@ -212,10 +194,13 @@ class Search:
         self.wanted = options.trials or 30
         self.failed = 0  # trials of this run
 
-    def score_base(self) -> None:
+    def _score_base(self) -> None:
         try:
             self._recall("base", None)
         except DareError as error:
+            if self.options.storage and not self._trials():
+                name = self.study.study_name
+                self.optuna.delete_study(study_name=name, storage=self.options.storage)
             for line in getattr(error, "output", "").splitlines():
                 LOG.info(f"| {line}")
             raise DareError(
@@ -227,6 +212,7 @@ class Search:
 
         combinations: those of a grid, of which every one is tried.
         """
+        self._score_base()
         done = len(self._trials(self.states.COMPLETE))
         if done:
             LOG.info(f"going on with the study {self.study.study_name}: {done} trials are done")

@@ -15,7 +15,7 @@ from typing import Any, Final
 from darelib.commands.options import Merger
 from darelib.commands.sweep.evaluation import Evaluate, find_evaluation
 from darelib.commands.sweep.report import SweepReport
-from darelib.commands.sweep.search import SQLITE, Options, Score, run_search
+from darelib.commands.sweep.search import Options, Score, run_search
 from darelib.commands.sweep.space import Space
 from darelib.config import DareConfig
 from darelib.core.text import ConfigError, DareError, install_hint, printable
@@ -37,8 +37,8 @@ def find_places(flags: Mapping[str, Any]) -> tuple[str, Path, bool, Path]:
     config = Path(os.path.expanduser(flags.get("config", "merge")))
     beside = config.parent if "config" in flags else Path()
     winner = flags.get("write_config", beside / f"{config.stem}_best.toml")
-    storage = flags.get("storage", f"{SQLITE}{(beside / f'{config.stem}_sweep.db').as_posix()}")
-    used = {"configuration": config, "study": Path(storage.removeprefix(SQLITE))}
+    storage = flags.get("storage", f"sqlite:///{(beside / f'{config.stem}_sweep.db').as_posix()}")
+    used = {"configuration": config, "study": Path(storage.removeprefix("sqlite:///"))}
     for name, other in used.items():
         if winner.resolve() == other.resolve():
             raise ConfigError(

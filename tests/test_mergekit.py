@@ -9,7 +9,6 @@ import torch
 import yaml
 
 import dare
-from tests import support
 from tests.support import (
     BF16,
     F32,
@@ -19,7 +18,6 @@ from tests.support import (
     assert_same,
     finetune,
     low_rank,
-    merge,
     random_model,
     read_json,
     save_directory,
@@ -29,9 +27,7 @@ from tests.support import (
 
 pytest.importorskip("mergekit")
 
-UNEVEN = [0.3, -0.7, 1.1, 0.45]
-SUMMED = {"method": "ties", "normalize": False}
-QUARTER = {"drop": "magnitude", "drop_rate": 0.75}  # a density of 0.25
+UNEVEN = [0.3, -0.7, 1.1]
 HIDDEN, MLP, VOCABULARY = 32, 64, 48
 SHAPES: dict[str, tuple[int, ...]] = {
     "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
@@ -58,74 +54,9 @@ CONFIG = {
 }
 
 
-def make_models(folder: Path, count: int) -> list[Tensors]:
-    """A tiny Llama and fine-tunes of it, in the directories that mergekit wants."""
-    models = support.make_models(count, F32, SHAPES, 0.02)
-    for number, tensors in enumerate(models):
-        save_directory(folder / f"m{number}", tensors, **CONFIG)
-    return models
-
-
-def run_mergekit(
-    folder: Path, method: str, count: int, each: Config, shared: Config, weights: list[float]
-) -> Tensors:
-    base, *paths = (str(folder / f"m{number}") for number in range(count + 1))
-    recipe = {"merge_method": method, "dtype": "float32", "parameters": shared, "base_model": base}
-    recipe["models"] = [
-        {"model": path, "parameters": each | {"weight": weight}}
-        for path, weight in zip(paths, weights, strict=False)
-    ]
-    (folder / "merge.yaml").write_text(yaml.safe_dump(recipe))
-    return run_theirs(folder / "merge.yaml", folder / "theirs")
-
-
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: Patch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-
-@pytest.mark.parametrize("count", [2, 3, 4])
-@pytest.mark.parametrize(
-    ("method", "weights", "each", "shared", "ours"),
-    [
-        ("task_arithmetic", [0.3] * 4, {}, {"normalize": False}, {}),
-        (
-            "dare_linear",
-            [0.3] * 4,
-            {"density": 1.0},
-            {"normalize": False, "lambda": 0.7},
-            {"lambda_coeff": 0.7},
-        ),
-        ("dare_linear", UNEVEN, {"density": 1.0}, {"normalize": False}, {}),
-        ("ties", [1.0] * 4, {"density": 1.0}, {"normalize": True}, {"method": "ties"}),
-        (
-            "ties",
-            [0.3, 0.7, 1.1, 0.45],
-            {"density": 0.25},
-            {"normalize": True},
-            {"method": "ties", **QUARTER},
-        ),
-        ("ties", UNEVEN, {"density": 1.0}, {"normalize": False}, SUMMED),
-        ("ties", UNEVEN, {"density": 0.25}, {"normalize": False}, {**SUMMED, **QUARTER}),
-        ("dare_ties", [0.5] * 4, {"density": 1.0}, {"normalize": True}, {"method": "ties"}),
-        ("dare_ties", UNEVEN, {"density": 1.0}, {"normalize": False}, SUMMED),
-    ],
-)
-def test_linear_and_ties_equal_mergekit_to_the_last_bit(
-    tmp_path: Path,
-    count: int,
-    method: str,
-    weights: list[float],
-    each: Config,
-    shared: Config,
-    ours: Config,
-) -> None:
-    base, *models = make_models(tmp_path, count)
-    settings = {"drop_rate": 0.0, "weights": weights[:count]} | ours
-    assert_same(
-        merge(tmp_path, base, *models, **settings),
-        run_mergekit(tmp_path, method, count, each, shared, weights),
-    )
 
 
 # --- the same file, given to both -----------------------------------------------------------------
@@ -565,6 +496,40 @@ def join(tensors: Tensors) -> torch.Tensor:
     return torch.cat([tensors[name].reshape(-1) for name in sorted(tensors)])
 
 
+DENSE = {"density": 1.0}
+SUMMED = {"normalize": False}
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize(
+    ("method", "weights", "each", "shared"),
+    [
+        ("task_arithmetic", [0.3] * 3, {}, SUMMED),
+        ("dare_linear", [0.3] * 3, DENSE, SUMMED | {"lambda": 0.7}),
+        ("dare_linear", UNEVEN, DENSE, SUMMED),
+        ("ties", [1.0] * 3, DENSE, {"normalize": True}),
+        ("ties", [0.3, 0.7, 1.1], {"density": 0.25}, {"normalize": True}),
+        ("ties", UNEVEN, DENSE, SUMMED),
+        ("ties", UNEVEN, {"density": 0.25}, SUMMED),
+        ("dare_ties", [0.5] * 3, DENSE, {"normalize": True}),
+        ("dare_ties", UNEVEN, DENSE, SUMMED),
+    ],
+)
+def test_linear_and_ties_equal_mergekit_to_the_last_bit(
+    zoo: dict[str, Path],
+    tmp_path: Path,
+    count: int,
+    method: str,
+    weights: list[float],
+    each: Config,
+    shared: Config,
+) -> None:
+    recipe = {"merge_method": method, "dtype": "float32", "parameters": shared, "base_model": "$b"}
+    numbered = enumerate(weights[:count], 1)
+    models = [{"model": f"$m{k}", "parameters": each | {"weight": own}} for k, own in numbered]
+    assert_same(*run_both(yaml.safe_dump(recipe | {"models": models}), zoo, tmp_path))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", EXACT)
 def test_the_same_file_gives_the_same_tensors(
@@ -753,35 +718,6 @@ def test_random_merges_have_mergekits_mean_and_variance(
         compare_moments(ours * sign, theirs * sign, groups)
     with pytest.raises(AssertionError):
         compare_moments(ours * sign * 1.02, theirs * sign, of_all)
-
-
-@pytest.mark.slow
-def test_della_keeps_entries_with_mergekits_probabilities(
-    crowd: tuple[dict[str, Path], list[np.ndarray]], tmp_path: Path
-) -> None:
-    paths, (delta, _) = crowd
-    density, epsilon = 0.5, 0.2
-    text = (
-        "merge_method: della_linear\nbase_model: $b\nmodels: [{model: $m1}]\n"
-        f"parameters: {{weight: 1, density: {density}, epsilon: {epsilon}, rescale: "
-        f"false}}\ndtype: float32"
-    )
-    ranks = np.round(np.abs(delta) * 4096).astype(int) - 1
-    expected = density - epsilon + 2 * epsilon * np.arange(WIDTH) / (WIDTH - 1)
-    count = 2 * len(delta)
-
-    def distance(made: np.ndarray, probabilities: np.ndarray) -> float:
-        """Chi squared, with as many degrees of freedom as there are ranks."""
-        kept = sum(np.bincount(ranks.reshape(-1), (row != 0).reshape(-1)) for row in made)
-        return float(
-            (
-                (kept - count * probabilities) ** 2 / (count * probabilities * (1 - probabilities))
-            ).sum()
-        )
-
-    most = WIDTH + 6 * (2 * WIDTH) ** 0.5
-    for made in draw(text, paths, tmp_path, 2):
-        assert distance(made, expected) < most < distance(made, expected * 1.02)
 
 
 @pytest.mark.slow

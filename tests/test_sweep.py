@@ -636,7 +636,7 @@ def test_models_that_change_end_the_search() -> None:
     ("flags", "status", "message"),
     [
         ("--evaluate 'python judge.py'", 2, "has no {model}"),
-        ("--evaluate 'pyhton {model}'", 2, "no command 'pyhton'"),
+        ("--evaluate 'pyhton {model}'", 1, "cannot score the base: FileNotFoundError"),
         ("--evaluate 'python \"{model}'", 2, "cannot be split"),
         ("--evaluate judge.py:scores", 2, "no function 'scores'"),
         ("--evaluate no.py:score", 2, "cannot import 'no.py'"),
@@ -646,8 +646,7 @@ def test_models_that_change_end_the_search() -> None:
         ("--confirm 2", 2, "confirm must be 0 or a whole number from 3 up"),
         ("--search cmaes --objective a:max b:min", 2, "cmaes takes one objective"),
         ("--timeout 5", 2, "is for commands"),
-        ("--write-config config.toml --force", 2, "is the configuration itself"),
-        ("--write-config config_sweep.db --force", 2, "is the study itself"),
+        ("--write-config config.toml", 2, "exists already"),
         ("--search cmaes", 2, "needs two ranges"),
         ("--write-config math.safetensors --force", 2, "is the input"),
         ("--objective a:max a:min", 2, "have one name"),

@@ -97,12 +97,8 @@ def layer_flags(request: Request, flags: Mapping[str, Any]) -> Request:
         changes["output"] = Source.of(flags["output"]).path
     rules = (*map(parse_rule, flags.get("rules", ())), *request.rules)
     if "bake" in flags:
-        given = {name_flag(name): dare[name] for name in BAKED if name in flags}
-        check_baked(given, rules)
-        count = len(changes.get("merge", request.merge))
-        dare |= BAKED
-        if count:
-            dare.setdefault("weights", [1.0] * count)
+        dare |= bake(dare, flags.keys(), len(changes.get("merge", request.merge)))
+        check_baked(rules)
     return replace(request, dare=dare, rules=rules, **changes)
 
 
@@ -110,22 +106,29 @@ def name_flag(setting: str) -> str:
     return f"--{setting.removesuffix('_coeff').replace('_', '-')}"
 
 
-def check_baked(flags: Mapping[str, Any], rules: Iterable[Rule]) -> None:
-    """Refuse flags and rules that merge otherwise than --bake does; weights are its strengths."""
-    baked = {name_flag(name): value for name, value in BAKED.items()}
-    wrong = [flag for flag, value in flags.items() if value != baked[flag]]
-    for rule in rules:
-        own = {name: getattr(rule, name) for name, value in BAKED.items()}
-        wrong += [
-            f"{name} of the rule for {list_names(rule.match)}"
-            for name, value in own.items()
-            if value not in (None, BAKED[name])
-        ]
-    if wrong:
-        raise ConfigError(
-            f"--bake and {wrong[0]} contradict each other",
-            "leave one out; --bake is --method linear --drop-rate 0 --no-normalize --lambda 1",
-        )
+def bake(dare: Mapping[str, Any], flags: Collection[str], count: int) -> dict[str, Any]:
+    """The settings that add so many models to the base, each at full strength unless it has a
+    weight. dare: the settings with those given by flags.
+    """
+    for name, value in BAKED.items():
+        if name in flags and dare[name] != value:
+            raise ConfigError(
+                f"--bake and this {name_flag(name)} contradict each other",
+                "leave one out; --bake is --method linear --drop-rate 0 --no-normalize --lambda 1",
+            )
+    return BAKED | ({} if "weights" in dare or not count else {"weights": [1.0] * count})
+
+
+def check_baked(rules: Iterable[Rule]) -> None:
+    """Refuse rules that merge otherwise than --bake does; weights are its strengths."""
+    for k, rule in enumerate(rules, 1):
+        for name, value in BAKED.items():
+            if getattr(rule, name) not in (None, value):
+                raise ConfigError(
+                    f"--bake and {name} of rule {k} ({list_names(rule.match)}) contradict each "
+                    "other",
+                    "leave one out; with --bake, rules may have weights",
+                )
 
 
 def parse_axes(texts: Iterable[str]) -> dict[str, Any]:

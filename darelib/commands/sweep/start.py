@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from darelib.commands.options import Merger
+from darelib.commands.options import Merger, MergerClass
 from darelib.commands.sweep.evaluation import Evaluate, find_evaluation
 from darelib.commands.sweep.report import SweepReport
 from darelib.commands.sweep.search import Options, Score, run_search
@@ -38,12 +38,6 @@ def find_places(flags: Mapping[str, Any]) -> tuple[str, Path, bool, Path]:
     beside = config.parent if "config" in flags else Path()
     winner = flags.get("write_config", beside / f"{config.stem}_best.toml")
     storage = flags.get("storage", f"sqlite:///{(beside / f'{config.stem}_sweep.db').as_posix()}")
-    used = {"configuration": config, "study": Path(storage.removeprefix("sqlite:///"))}
-    for name, other in used.items():
-        if winner.resolve() == other.resolve():
-            raise ConfigError(
-                f"--write-config {str(winner)!r} is the {name} itself", "choose another name"
-            )
     may_replace = "force" in flags
     with suppress(OSError), winner.open("rb") as file:  # the next search may replace what was found
         may_replace |= file.read(len(MARK)) == MARK.encode()
@@ -99,12 +93,15 @@ def sweep_models(
 
 def pin_sources(merger: Merger) -> Merger:
     """The same with models of the Hub by their commits: a branch may move during a search."""
-    pinned = copy.copy(merger)
-    pinned.base = download(merger.base)
-    pinned.models = tuple(map(download, merger.models))
-    pinned.tokenizer = pin_tokenizer(merger.tokenizer)
-    pinned.chat_template = merger.chat_template and pin_tokenizer(merger.chat_template)
-    return pinned
+    template = merger.chat_template
+    merger_class: MergerClass = type(merger)
+    return merger_class(
+        download(merger.base),
+        list(map(download, merger.models)),
+        merger.config,
+        tokenizer=pin_tokenizer(merger.tokenizer),
+        chat_template=template and pin_tokenizer(template),
+    )
 
 
 def merge_in_files(

@@ -1,6 +1,5 @@
 """Several merges in one file, as mergekit-multi takes them."""
 
-import json
 import os
 from pathlib import Path
 from unittest import mock
@@ -10,7 +9,6 @@ import pytest
 from dare import DareMerger
 from tests.support import (
     F32,
-    Capture,
     Patch,
     Refusal,
     assert_same,
@@ -72,21 +70,6 @@ def test_documents_are_merged_in_the_order_of_their_references(
     refused(1, "cannot find 'second', which the recipe was made with", "verify", "out")
 
 
-def test_a_dry_run_lists_the_merges(folder: Path, capsys: Capture) -> None:
-    write(LAST, FIRST, SECOND)
-    before = set(os.listdir())
-    run("all.yaml", "out", "--dry-run")
-    assert capsys.readouterr().out.splitlines()[:3] == [
-        "1. first: slerp of 'base', 'one' (base: 'base')",
-        "2. second: task_arithmetic of 'two' (base: 'first')",
-        "3. the output: ties of 'second', 'first' (base: 'base')",
-    ]
-    run("all.yaml", "out", "--dry-run", "--json")
-    merges = json.loads(capsys.readouterr().out)["merges"]
-    assert merges[0] == "first: slerp of 'base', 'one' (base: 'base')"
-    assert set(os.listdir()) == before
-
-
 @pytest.mark.parametrize(("stop", "status"), [(KeyboardInterrupt, 130), (MemoryError, 1)])
 def test_nothing_is_left_behind(folder: Path, stop: type[BaseException], status: int) -> None:
     write(FIRST, SECOND, LAST)
@@ -118,7 +101,7 @@ def test_what_is_refused(folder: Path, refused: Refusal, documents: list[str], w
 
 def test_what_is_for_one_merge_is_refused(folder: Path, refused: Refusal) -> None:
     write(FIRST, SECOND, LAST)
-    for flag in ("--resume", "--write-config=x.toml", "--drop-rate=0.5", "--merge=one"):
+    for flag in ("--resume", "--dry-run", "--drop-rate=0.5", "--merge=one"):
         words = f"{flag.partition('=')[0]} means nothing to a file of several documents"
         refused(2, words, "all.yaml", "out", flag)
     refused(2, "holds 3 documents, each a merge of its own", "analyze", "-c", "all.yaml")
@@ -137,12 +120,7 @@ slices:
 FROM_TALL = "merge_method: passthrough\nmodels: [{model: tall}]\n"
 
 
-def test_the_models_of_all_slices_are_listed_and_must_be_there(
-    folder: Path, capsys: Capture, refused: Refusal
-) -> None:
-    write(FIRST, SLICES, FROM_TALL)
-    run("all.yaml", "out", "--dry-run")
-    assert "2. tall: passthrough of 'first', 'two' (base: 'first')" in capsys.readouterr().out
+def test_the_models_of_all_slices_must_be_there(folder: Path, refused: Refusal) -> None:
     write(FIRST, SLICES.replace("model: two", "model: nothing+two"), FROM_TALL)
     with mock.patch.object(DareMerger, "merge") as merge:
         refused(1, "no file or directory 'nothing'", "all.yaml", "out", *QUIET)

@@ -361,10 +361,8 @@ def test_an_evaluation_that_cannot_score_the_base_ends_it_at_once(
 
 @pytest.mark.slow
 def test_several_scores_give_a_front_and_a_function_can_prune(
-    tmp_path: Path, monkeypatch: Patch, capsys: Capture
+    capsys: Capture,
 ) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("USERPROFILE", str(tmp_path))
     Path("both.py").write_text(
         "import torch, optuna\ndef score(state, trial):\n    assert isinstance(state, dict)\n"
         "    if trial.params.get('drop_rate', 0) == 0.25: raise optuna.TrialPruned\n"
@@ -384,7 +382,7 @@ def test_several_scores_give_a_front_and_a_function_can_prune(
         "--in-memory",
         "--json",
         "--plot",
-        evaluate="~/both.py:score",
+        evaluate="both.py:score",
     )
     run(*flags, "front.svg")
     shown = json.loads(capsys.readouterr().out)
@@ -512,7 +510,6 @@ def test_the_winners_configuration_makes_the_very_model_that_was_scored(capsys: 
     run("-q", "-c", "config_best.toml", "--engine", "plain", "-o", "again.safetensors")
     [scored] = Path("kept").glob("*-trial-0001.*")
     assert Path("again.safetensors").read_bytes() == scored.read_bytes()
-    assert len(os.listdir("kept")) == 2 + 2 * 5 + 1
 
 
 @pytest.mark.slow
@@ -576,30 +573,26 @@ def test_nothing_in_a_study_is_unpickled_whatever_the_search(tmp_path: Path) -> 
     assert not Path("unpickled").exists()
 
 
-def alter(change: str) -> Callable[[Path], None]:
-    def apply(study: Path) -> None:
-        with sqlite3.connect(study) as database:
-            database.execute(change)
-
-    return apply
-
-
 @pytest.mark.parametrize(
-    "damage",
+    "change",
     [
-        lambda study: study.write_text("no database"),
-        alter("update study_user_attributes set value_json = '[1, 2]' where key = 'base'"),
-        alter("update trial_params set param_name = 'other'"),
-        alter("delete from study_user_attributes"),
+        "",
+        "update study_user_attributes set value_json = '[1, 2]' where key = 'base'",
+        "update trial_params set param_name = 'other'",
+        "delete from study_user_attributes",
     ],
 )
 def test_a_damaged_study_or_that_of_another_tool_is_refused(
-    tmp_path: Path, capsys: Capture, damage: Callable[[Path], None]
+    tmp_path: Path, capsys: Capture, change: str
 ) -> None:
     flags = ["--vary", "drop_rate={low=0.1,high=0.9}", "--confirm", "0", "--study", "mine"]
     flags = command(*flags, "--trials")
     run(*flags, "2")
-    damage(Path("config_sweep.db"))
+    if change:
+        with sqlite3.connect("config_sweep.db") as database:
+            database.execute(change)
+    else:
+        Path("config_sweep.db").write_text("no database")
     capsys.readouterr()
     assert dare.main([*flags, "3"]) in (1, 2)
     printed = capsys.readouterr().err
@@ -636,7 +629,7 @@ def test_models_that_change_end_the_search() -> None:
     ("flags", "status", "message"),
     [
         ("--evaluate 'python judge.py'", 2, "has no {model}"),
-        ("--evaluate 'pyhton {model}'", 1, "cannot score the base: FileNotFoundError"),
+        ("--evaluate 'pyhton {model}'", 2, "no command 'pyhton'"),
         ("--evaluate 'python \"{model}'", 2, "cannot be split"),
         ("--evaluate judge.py:scores", 2, "no function 'scores'"),
         ("--evaluate no.py:score", 2, "cannot import 'no.py'"),

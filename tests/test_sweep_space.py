@@ -40,7 +40,7 @@ def test_settings_are_only_asked_where_they_mean_something_and_others_do_not_hin
             }
         ],
     }
-    rules = [{"match": "layer.*", "keep_ratio": 0.5}]
+    rules = [{"match": "layer.*", "lambda_coeff": 0.5}]
     config = DareConfig(method="ties", keep_ratio=0.3, engine="plain", rules=rules)
     merger = DareMerger(models[0], models[1:], config)
     found = merger.sweep(

@@ -8,7 +8,7 @@ from typing import Final
 
 from darelib.commands.merge import merge_to_end
 from darelib.commands.options import Flags, MergerClass, merger_for, show
-from darelib.core.text import LOG, ConfigError, print_result
+from darelib.core.text import LOG, ConfigError
 from darelib.models.inputs import explain_path
 from darelib.models.source import Source, is_on_hub
 from darelib.output.scratch import open_scratch
@@ -20,13 +20,10 @@ from darelib.requests.request import layer_flags, name_flag
 # Flags that mean the same to every merge, or are about the output; the others are one merge's.
 FITTING: Final = frozenset(
     {
-        *("config", "lenient", "output", "force", "dry_run", "json", "verbose"),
+        *("config", "lenient", "output", "force", "json", "verbose"),
         *("threads", "engine", "seed", "any_base", "mismatch", "max_shard_size"),
     }
 )
-
-
-END: Final = "each is planned when those before it are merged; to plan one, give it its own file"
 
 
 def merge_documents(files: Sequence[MergekitFile], flags: Flags, merger_class: MergerClass) -> None:
@@ -38,11 +35,6 @@ def merge_documents(files: Sequence[MergekitFile], flags: Flags, merger_class: M
             "write it into the document that it is for, or give that a file of its own",
         )
     check_models(files)
-    if "dry_run" in flags:
-        merges = [describe(file) for file in files]
-        lines = [*(f"{k}. {words}" for k, words in enumerate(merges, 1)), END]
-        print_result({"merges": merges} if "json" in flags else "\n".join(lines))
-        return
     if "output" not in flags:
         raise ConfigError("there is no output", "give --output PATH")
     output = Source.of(flags["output"]).path
@@ -58,12 +50,6 @@ def merge_documents(files: Sequence[MergekitFile], flags: Flags, merger_class: M
                 merger.merge(places[file.name])
         report = merge_to_end(merger, output, "the next run begins anew", force="force" in flags)
     show(report, flags, merger.config.verbose)
-
-
-def describe(file: MergekitFile) -> str:
-    models = dict.fromkeys(str(model) for part in file.parts for model in part.columns[1:])
-    name = file.name or "the output"
-    return f"{name}: {file.method} of {', '.join(models)} (base: {file.base})"
 
 
 def check_models(files: Sequence[MergekitFile]) -> None:

@@ -30,8 +30,7 @@ NUMBER: Final = re.compile(
     r"(?<![\w.])[-+]?(?:(?:\d++\.?\d*+|\.\d++)(?:e[-+]?\d++)?|nan|inf(?:inity)?)(?![\w.])", re.I
 )
 SHELL_WORDS: Final = ("|", "||", "&&", ";", "<", ">", ">>", "2>&1", "&")
-SHELL_HINT: Final = """use bash -c '... "$1" ...' bash {model}"""
-FUNCTION: Final = re.compile(r"(.+\.py):([A-Za-z_]\w*)")
+FUNCTION: Final = re.compile(r".+\.py:[A-Za-z_]\w*")
 # Of a model and a trial: a score, or several by name, as yet unread.
 Evaluate = Callable[[Any, Any], Any]
 
@@ -119,7 +118,12 @@ def split_command(text: str) -> list[str]:
     odd = next((word for word in words if word in SHELL_WORDS), None)
     if odd:
         raise ConfigError(
-            f"--evaluate is run without a shell, to which {odd!r} belongs", SHELL_HINT
+            f"--evaluate is run without a shell, to which {odd!r} belongs",
+            """use bash -c '... "$1" ...' bash {model}""",
+        )
+    if shutil.which(words[0]) is None:
+        raise ConfigError(
+            f"there is no command {words[0]!r}", "check the first word of --evaluate, and the PATH"
         )
     return words
 
@@ -206,10 +210,13 @@ def on_path(folder: str) -> Iterator[None]:
             sys.path.remove(folder)
 
 
+def is_command(given: Any) -> bool:
+    return isinstance(given, str) and not FUNCTION.fullmatch(given)
+
+
 def find_evaluation(given: Any, timeout: float | None) -> tuple[Evaluate, str]:
     """What evaluates models, and its label: a script that was edited is another evaluation."""
-    named = FUNCTION.fullmatch(given) if isinstance(given, str) else None
-    if isinstance(given, str) and not named:
+    if is_command(given):
         if timeout is not None and not timeout > 0:
             raise ConfigError(f"--timeout must be above 0, not {timeout:g}", "it is in seconds")
         words = split_command(given)
@@ -222,9 +229,10 @@ def find_evaluation(given: Any, timeout: float | None) -> tuple[Evaluate, str]:
             "--timeout is for commands: a function cannot be ended",
             "leave it out, or use a command",
         )
-    if named:
-        path = Path(os.path.expanduser(named[1]))
-        return adapt(load_function(path, named[2])), f"{given} {digest(path.read_bytes())}"
+    if isinstance(given, str):
+        file, _, name = given.rpartition(":")
+        path = Path(os.path.expanduser(file))
+        return adapt(load_function(path, name)), f"{given} {digest(path.read_bytes())}"
     label = str(getattr(given, "__qualname__", type(given).__qualname__))
     with suppress(OSError, TypeError):  # of what has no source, as in an interactive session
         label += digest(inspect.getsource(given).encode())

@@ -124,7 +124,7 @@ def explain_study_errors(storage: str | None) -> Iterator[None]:
     """What a study that cannot be opened, is damaged or was written by another tool leads to."""
     try:
         yield
-    except DareError:
+    except (DareError, ImportError):
         raise
     except Exception as error:  # whatever a database may come up with
         if storage is None:  # nothing of it comes from elsewhere
@@ -149,15 +149,15 @@ def open_study(space: Space, options: Options, label: str, facts: Sequence[Any])
             study = space.optuna.create_study(
                 storage=options.storage, study_name=name, directions=directions, load_if_exists=True
             )
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", space.optuna.exceptions.ExperimentalWarning)
+                study.set_metric_names([each.name for each in options.aims])
             break
         except Exception as error:  # whatever a database may come up with
             is_busy = re.search("already exists|UNIQUE|locked", str(error))
             if attempt == ATTEMPTS or not is_busy:
                 raise
             time.sleep(0.2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", space.optuna.exceptions.ExperimentalWarning)
-        study.set_metric_names([each.name for each in options.aims])
     made_here = digest if not study.get_trials(deepcopy=False) else None
     if study.user_attrs.get(FACTS, made_here) != digest:
         raise ConfigError(

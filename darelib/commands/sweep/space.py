@@ -201,13 +201,8 @@ class Space:
             settings["drop"] = RANDOM
         unused = [name for name in CONDITIONAL if not self._matters(name, settings)]
         settings |= dict.fromkeys(unused)
-        kept = []
-        for rule in self.config.typed_rules:
-            table = rule.as_table()
-            own = {name: table[name] for name in table if name not in ("match", *unused)}
-            # Without any setting of its own, a rule would let later ones match.
-            kept.append(Rule(rule.match, **(own or {"lambda_coeff": settings["lambda_coeff"]})))
-        return dataclasses.replace(self.config, **settings, rules=[*rules, *kept])
+        rules = [*rules, *self.config.typed_rules]
+        return dataclasses.replace(self.config, **settings, rules=rules)
 
     def list_combinations(self) -> list[dict[str, Any]]:
         """What all trials of a grid choose, each once: what means nothing is not chosen."""

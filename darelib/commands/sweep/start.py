@@ -8,12 +8,11 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from darelib.commands.options import Merger, MergerClass
-from darelib.commands.sweep.evaluation import Evaluate, find_evaluation
+from darelib.commands.sweep.evaluation import Evaluate, find_evaluation, is_command
 from darelib.commands.sweep.report import SweepReport
 from darelib.commands.sweep.search import Options, Score, run_search
 from darelib.commands.sweep.space import Space
@@ -78,7 +77,7 @@ def sweep_models(
         template = merger.chat_template and merger.chat_template.name
         facts = [merger.tokenizer.name, template, *(each.fingerprint for each in inputs)]
         if model is not None or in_memory:
-            if keep_models or isinstance(score, partial):
+            if keep_models or is_command(evaluate):
                 raise ConfigError(
                     "in memory there are no models to keep, or to give to a command",
                     "give a function, or leave out --in-memory",

@@ -622,24 +622,6 @@ def test_rows_are_those_of_mergekits_tokens(method: str, source: str, tmp_path: 
         np.testing.assert_allclose(ours[name], theirs[name], rtol=2e-6, atol=1e-7, err_msg=name)
 
 
-@pytest.mark.slow
-def test_several_documents_make_what_mergekits_make(zoo: dict[str, Path], tmp_path: Path) -> None:
-    from click.testing import CliRunner
-    from mergekit.scripts.multimerge import main
-
-    first = "name: first\nmerge_method: slerp\nbase_model: $m1\nmodels: [{model: $m2}]\n"
-    text = f"{first}parameters: {{t: 0.3}}\n---\nmerge_method: ties" + TWO.replace("$m1", "first")
-    file = tmp_path / "all.yaml"
-    file.write_text(Template(text).substitute(zoo))
-    theirs = tmp_path / "theirs"
-    words = [str(file), "--out-path", str(theirs), "-I", str(tmp_path / "between"), "--quiet"]
-    made = CliRunner().invoke(main, words, catch_exceptions=False)
-    assert made.exit_code == 0, made.output
-    ours = run_ours(file, tmp_path / "ours")
-    for name, tensor in tensors_in(theirs).items():
-        np.testing.assert_allclose(ours[name], tensor, rtol=2e-6, atol=1e-7, err_msg=name)
-
-
 # --- what is random: the same distribution
 
 WIDTH, TOKENS = 64, 8192

@@ -27,7 +27,6 @@ FITTING: Final = frozenset(
 
 
 def merge_documents(files: Sequence[MergekitFile], flags: Flags, merger_class: MergerClass) -> None:
-    """Merge documents, each after those that it refers to."""
     unfit = next((name for name in flags if name not in FITTING), None)
     if unfit:
         raise ConfigError(

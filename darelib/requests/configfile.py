@@ -40,7 +40,6 @@ def check_new_config(path: Path, force: bool) -> None:
 
 
 def write_request(request: Request, path: Path, force: bool) -> None:
-    """Write what a request asks for as a configuration that asks for the same."""
     check_new_config(path, force)
     sources = [source for source in (request.base, *request.merge) if source]
     parts = [part for source in sources for part in source.parts]

@@ -58,7 +58,6 @@ class Objective:
         return cls(name, way == "max")
 
     def gain(self, one: float, other: float) -> float:
-        """How much better one is than the other."""
         return one - other if self.maximize else other - one
 
 
@@ -201,7 +200,6 @@ def load_function(path: Path, name: str) -> Callable[..., Any]:
 
 @contextmanager
 def on_path(folder: str) -> Iterator[None]:
-    """Let Python import what is in a folder."""
     sys.path.insert(0, folder)
     try:
         yield

@@ -172,8 +172,6 @@ def make_digest(facts: Any) -> str:
 
 
 class Search:
-    """A study that is under way."""
-
     def __init__(
         self,
         study: Any,

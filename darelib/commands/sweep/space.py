@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import warnings
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -33,13 +34,12 @@ if TYPE_CHECKING:
     from optuna.trial import BaseTrial
 
 EXAMPLE: Final = "like lambda_coeff = {low = 0.3, high = 2, step = 0.1}, or drop_rate = [0, 0.5]"
+RANGE_KEYS: Final = ("low", "high", "step", "log")
 MAX_GRID: Final = 10_000  # combinations
 # What may mean nothing beside other settings, and is then not set.
 CONDITIONAL: Final = ("keep_ratio", "rescale_q", *METHOD_SETTINGS, *DROP_SETTINGS)
 OF_DROPS: Final = ("drop", "rescale", "rescale_q", *DROP_SETTINGS)  # where nothing is dropped: none
 Settings = Mapping[str, Any]  # by name
-
-
 # What one value may be: one of some values, or a number in a range.
 Axis: TypeAlias = "tuple[Any, ...] | FloatDistribution"
 Axes: TypeAlias = "dict[str, Axis | list[Axis]]"  # by setting; a list: one for each model
@@ -61,8 +61,14 @@ def parse_axis(given: Any, setting: str, where: str) -> Axis:
         for value in values:
             check_setting(setting, value, where)
         return values
+    unknown = next((key for key in given if key not in RANGE_KEYS), None)
+    if unknown:
+        raise ConfigError(f"{where} has no key {unknown!r}", nearest(unknown, RANGE_KEYS))
     try:
-        axis: FloatDistribution = load_optuna().distributions.FloatDistribution(**given)
+        with warnings.catch_warnings():
+            # Of a range that is no whole number of steps, which ends before.
+            warnings.simplefilter("ignore", UserWarning)
+            axis: FloatDistribution = load_optuna().distributions.FloatDistribution(**given)
     except (TypeError, ValueError, ArithmeticError) as error:
         raise ConfigError(f"{where} is no range: {error}", EXAMPLE) from None
     for end in (axis.low, axis.high):

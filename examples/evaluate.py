@@ -42,7 +42,7 @@ def names_of(paths: list[Path]) -> list[str]:
 
 
 def score(path: Path) -> dict[str, float]:
-    """One model's accuracies and, as "score", their mean: for `dare.py sweep`."""
+    """One model's accuracies and, as "score", their mean: for `dare sweep`."""
     figures = accuracies(load_model(Path(path)), IMAGES())
     return figures | {"score": figures["mean"]}
 

@@ -1,6 +1,5 @@
 """Several merges in one file, as mergekit-multi takes them."""
 
-import json
 import os
 from pathlib import Path
 from unittest import mock
@@ -10,7 +9,6 @@ import pytest
 from dare import DareMerger
 from tests.support import (
     F32,
-    Capture,
     Patch,
     Refusal,
     assert_same,
@@ -53,7 +51,9 @@ def write(*documents: str) -> None:
 
 
 @pytest.mark.parametrize("last", [LAST, f"name: third\n{LAST}"])
-def test_documents_are_merged_in_the_order_of_their_references(folder: Path, last: str) -> None:
+def test_documents_are_merged_in_the_order_of_their_references(
+    folder: Path, refused: Refusal, last: str
+) -> None:
     """The one that no other refers to is the output; by hand, the same is made, and verified."""
     write(last, SECOND, FIRST, "")
     before = set(os.listdir())
@@ -64,60 +64,21 @@ def test_documents_are_merged_in_the_order_of_their_references(folder: Path, las
         run("one.yaml", name, *QUIET)
     assert_same(tensors_in(folder / "out"), tensors_in(folder / "by_hand"))
     assert Path("out/dare_recipe.toml").read_text() == Path("by_hand/dare_recipe.toml").read_text()
-    run("verify", "out", *QUIET)
-
-
-def test_a_recipe_names_what_is_gone(folder: Path, refused: Refusal) -> None:
-    write(FIRST, SECOND, LAST)
-    run("all.yaml", "out", *QUIET)
     assert str(folder) not in Path("out/dare_recipe.toml").read_text()
+    run("verify", "out", *QUIET)
+    Path("second").rename("elsewhere")
     refused(1, "cannot find 'second', which the recipe was made with", "verify", "out")
 
 
-def test_a_dry_run_lists_the_merges(folder: Path, capsys: Capture) -> None:
-    write(LAST, FIRST, SECOND)
-    before = set(os.listdir())
-    run("all.yaml", "out", "--dry-run")
-    assert capsys.readouterr().out.splitlines()[:3] == [
-        "1. first: slerp of 'base', 'one' (base: 'base')",
-        "2. second: task_arithmetic of 'two' (base: 'first')",
-        "3. the output: ties of 'second', 'first' (base: 'base')",
-    ]
-    run("all.yaml", "out", "--dry-run", "--json")
-    merges = json.loads(capsys.readouterr().out)["merges"]
-    assert merges[0] == "first: slerp of 'base', 'one' (base: 'base')"
-    assert set(os.listdir()) == before
-
-
-@pytest.mark.parametrize("stop", [KeyboardInterrupt, MemoryError])
-def test_nothing_is_left_behind(folder: Path, stop: type[BaseException]) -> None:
+@pytest.mark.parametrize(("stop", "status"), [(KeyboardInterrupt, 130), (MemoryError, 1)])
+def test_nothing_is_left_behind(folder: Path, stop: type[BaseException], status: int) -> None:
     write(FIRST, SECOND, LAST)
     before = set(os.listdir())
-    merge = DareMerger.merge
-    made: list[Path] = []
-
-    def fail_at_last(merger: DareMerger, output: Path, **how: bool) -> object:
-        if len(made) == 2:
-            assert all(path.is_dir() for path in made)
-            raise stop
-        made.append(output)
-        return merge(merger, output, **how)
-
-    with mock.patch.object(DareMerger, "merge", fail_at_last):
-        run("all.yaml", "out", *QUIET, status=130 if stop is KeyboardInterrupt else 1)
-    assert len(made) == 2
+    with mock.patch("darelib.commands.documents.merge_to_end", side_effect=stop) as merge:
+        run("all.yaml", "out", *QUIET, status=status)
+    models = merge.call_args.args[0].models
+    assert models[0].path.parts[-3].startswith(".out.documents-")
     assert set(os.listdir()) == before
-    assert made[0].parts[-3].startswith(".out.documents-")
-
-
-def test_what_a_killed_merge_left_goes_with_the_next(folder: Path) -> None:
-    left = folder / ".out.documents-0123abcd"
-    left.mkdir(0o700)
-    (left / "lock").write_text("dare is merging here: process 1\n")
-    (left / "models").mkdir()
-    write(FIRST, SECOND, LAST)
-    run("all.yaml", "out", *QUIET)
-    assert not left.exists()
 
 
 @pytest.mark.parametrize(
@@ -140,7 +101,7 @@ def test_what_is_refused(folder: Path, refused: Refusal, documents: list[str], w
 
 def test_what_is_for_one_merge_is_refused(folder: Path, refused: Refusal) -> None:
     write(FIRST, SECOND, LAST)
-    for flag in ("--resume", "--write-config=x.toml", "--drop-rate=0.5", "--merge=one"):
+    for flag in ("--resume", "--dry-run", "--drop-rate=0.5", "--merge=one"):
         words = f"{flag.partition('=')[0]} means nothing to a file of several documents"
         refused(2, words, "all.yaml", "out", flag)
     refused(2, "holds 3 documents, each a merge of its own", "analyze", "-c", "all.yaml")
@@ -159,15 +120,8 @@ slices:
 FROM_TALL = "merge_method: passthrough\nmodels: [{model: tall}]\n"
 
 
-def test_the_models_of_all_slices_are_listed_and_must_be_there(
-    folder: Path, capsys: Capture, refused: Refusal
-) -> None:
-    write(FIRST, SLICES, FROM_TALL)
-    run("all.yaml", "out", "--dry-run")
-    assert "2. tall: passthrough of 'first', 'two' (base: 'first')" in capsys.readouterr().out
-    for adapter in ("two", "one"):
-        model = SLICES.replace("model: two", f"model: nothing+{adapter}")
-        write(FIRST, model, FROM_TALL)
-        with mock.patch.object(DareMerger, "merge") as merge:
-            refused(1, "no file or directory 'nothing'", "all.yaml", "out", *QUIET)
-        merge.assert_not_called()
+def test_the_models_of_all_slices_must_be_there(folder: Path, refused: Refusal) -> None:
+    write(FIRST, SLICES.replace("model: two", "model: nothing+two"), FROM_TALL)
+    with mock.patch.object(DareMerger, "merge") as merge:
+        refused(1, "no file or directory 'nothing'", "all.yaml", "out", *QUIET)
+    merge.assert_not_called()

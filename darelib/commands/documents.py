@@ -2,76 +2,44 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
 from darelib.commands.merge import merge_to_end
-from darelib.commands.options import Flags, MergerClass, Report, merger_for, show
-from darelib.core.text import LOG, ConfigError, DareError
+from darelib.commands.options import Flags, MergerClass, merger_for, show
+from darelib.core.text import LOG, ConfigError
 from darelib.models.inputs import explain_path
 from darelib.models.source import Source, is_on_hub
-from darelib.output.scratch import make_scratch
+from darelib.output.scratch import open_scratch
 from darelib.requests.configfile import check_new_file
 from darelib.requests.mergekit import make_request
 from darelib.requests.mergekitfile import MergekitFile
-from darelib.requests.request import layer_flags
+from darelib.requests.request import layer_flags, name_flag
 
 # Flags that mean the same to every merge, or are about the output; the others are one merge's.
 FITTING: Final = frozenset(
     {
-        *("config", "lenient", "output", "force", "dry_run", "json", "verbose"),
+        *("config", "lenient", "output", "force", "json", "verbose"),
         *("threads", "engine", "seed", "any_base", "mismatch", "max_shard_size"),
     }
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Order(Report):
-    """What would be merged, one after the other."""
-
-    merges: tuple[str, ...]
-
-    def __str__(self) -> str:
-        end = "each is planned when those before it are merged; to plan one, give it its own file"
-        return "\n".join([*(f"{k}. {words}" for k, words in enumerate(self.merges, 1)), end])
-
-
-def describe(file: MergekitFile, name: str) -> str:
-    models = dict.fromkeys(str(model) for part in file.parts for model in part.columns[1:])
-    return f"{name}: {file.method} of {', '.join(models)} (base: {file.base})"
-
-
 def merge_documents(files: Sequence[MergekitFile], flags: Flags, merger_class: MergerClass) -> None:
-    """Merge documents, each after those that it refers to."""
     unfit = next((name for name in flags if name not in FITTING), None)
     if unfit:
-        flag = f"--{unfit.removesuffix('_coeff').replace('_', '-')}"
         raise ConfigError(
-            f"{flag} means nothing to a file of several documents",
+            f"{name_flag(unfit)} means nothing to a file of several documents",
             "write it into the document that it is for, or give that a file of its own",
         )
     check_models(files)
-    if "dry_run" in flags:
-        names = [*(file.name for file in files[:-1]), "the output"]
-        show(Order(tuple(map(describe, files, names))), flags, True)
-        return
     if "output" not in flags:
         raise ConfigError("there is no output", "give --output PATH")
     output = Source.of(flags["output"]).path
     check_new_file(output, "merged model", "force" in flags)
     places: dict[str, Path] = {}
-    with ExitStack() as stack:
-        try:
-            prefix = output.with_name(f".{output.name[:50]}.documents-")
-            folder = stack.enter_context(make_scratch(prefix))
-        except OSError as error:
-            raise DareError(
-                f"cannot make a folder beside {str(output)!r}: {error.strerror}",
-                "choose another place for the output",
-            ) from None
+    with open_scratch(output.with_name(f".{output.name[:50]}.documents-")) as folder:
         for k, file in enumerate(files, 1):
             file.places = places
             merger = merger_for(layer_flags(make_request(file), flags), merger_class)
@@ -86,10 +54,9 @@ def merge_documents(files: Sequence[MergekitFile], flags: Flags, merger_class: M
 def check_models(files: Sequence[MergekitFile]) -> None:
     """Refuse models that are not there, before the first document takes its time."""
     made = {file.name for file in files}
-    for file in files:
-        models = [model for part in file.parts for model in part.columns]
-        names = {name for model in models for name in (model.path, model.lora) if name}
-        for source in map(Source.of, sorted(names - made)):
-            if not is_on_hub(source):
-                with explain_path(source):
-                    pass
+    models = {model for file in files for part in file.parts for model in part.columns}
+    names = {name for model in models for name in (model.path, model.lora)}
+    for source in map(Source.of, sorted(names - {"", *made})):
+        if not is_on_hub(source):
+            with explain_path(source):
+                pass

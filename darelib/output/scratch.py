@@ -6,7 +6,7 @@ import glob
 import os
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from darelib.core.text import DareError
@@ -27,6 +27,20 @@ def make_scratch(prefix: Path) -> Iterator[Path]:
         yield lock.folder
     finally:
         lock.release(keep=False)
+
+
+@contextmanager
+def open_scratch(prefix: Path) -> Iterator[Path]:
+    """The same for models that are made on the way: where it cannot be made, a user is told."""
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(make_scratch(prefix))
+        except OSError as error:
+            raise DareError(
+                f"cannot write models in {str(prefix.parent)!r}: {error.strerror}",
+                "choose another place for the output",
+            ) from None
+        yield folder
 
 
 def _make(prefix: Path) -> Lock:

@@ -40,31 +40,23 @@ def check_new_config(path: Path, force: bool) -> None:
 
 
 def write_request(request: Request, path: Path, force: bool) -> None:
-    """Write what a request asks for as a configuration that asks for the same."""
     check_new_config(path, force)
     sources = [source for source in (request.base, *request.merge) if source]
     parts = [part for source in sources for part in source.parts]
     inputs = [(part.name, part.path) for part in parts if part.path.exists()]
     check_apart(repr(str(path)), path, inputs if path != STDOUT else ())
-    write_config(path, format_settings(request.dare, request.rules, request.notes), request)
+    write_config(path, format_settings(request.dare, request.rules), request)
 
 
-def format_settings(
-    dare: Mapping[str, Any], rules: Iterable[Rule], notes: Mapping[str, str]
-) -> str:
-    """Settings and rules as TOML. notes: comments on some of them."""
-    comments = {key: f"  # {note}" for key, note in notes.items()}
-    tables = [format_table("[dare]", dare, comments)]
+def format_settings(dare: Mapping[str, Any], rules: Iterable[Rule]) -> str:
+    tables = [format_table("[dare]", dare)]
     tables += [format_table("[[rules]]", rule.as_table()) for rule in rules]
     return "\n".join(tables)
 
 
-def format_table(
-    header: str, table: Mapping[str, Any], comments: Mapping[str, str] | None = None
-) -> str:
+def format_table(header: str, table: Mapping[str, Any]) -> str:
     """A table as TOML, a setting a line: what is a table itself would end it otherwise."""
-    ends = comments or {}
-    lines = [f"{key} = {as_literal(value)}{ends.get(key, '')}\n" for key, value in table.items()]
+    lines = [f"{key} = {as_literal(value)}\n" for key, value in table.items()]
     return "".join([f"{header}\n", *lines])
 
 
@@ -118,9 +110,8 @@ def pin_tokenizer(source: Source) -> Source:
 def as_literal(value: Any) -> str:
     """A setting in one line of TOML, where tomli_w writes a line for each entry of a list."""
     if isinstance(value, dict):
-        keys = [key if key.isidentifier() else as_literal(key) for key in value]
-        pairs = zip(keys, map(as_literal, value.values()), strict=True)
-        return "{" + ", ".join(f"{key} = {entry}" for key, entry in pairs) + "}"
+        pairs = [f"{key} = {as_literal(entry)}" for key, entry in value.items()]
+        return "{" + ", ".join(pairs) + "}"
     if isinstance(value, Iterable) and not isinstance(value, str):
         return "[" + ", ".join(map(as_literal, value)) + "]"
     return tomli_w.dumps({"x": value}).removeprefix("x = ").rstrip("\n")

@@ -12,13 +12,14 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 from darelib.config import (
+    LAYER,
     Gradient,
     Rule,
     as_toml,
@@ -33,13 +34,22 @@ from darelib.core.formats import DTYPES
 from darelib.core.methods import METHODS
 from darelib.core.settings import ZERO
 from darelib.core.text import LOG, nearest
+from darelib.models.directories import INDEX_FILE, WEIGHTS_FILE
 from darelib.models.inputs import open_models
-from darelib.models.source import AUTO, BASE, UNION, Source, is_missing, is_on_hub, is_template
+from darelib.models.source import (
+    AUTO,
+    BASE,
+    UNION,
+    Slice,
+    Source,
+    is_missing,
+    is_on_hub,
+    is_template,
+)
+from darelib.models.stack import BEFORE_LAYERS, put_layer
 from darelib.models.templates import TEMPLATES
 from darelib.models.vocabulary import TOKENIZER_FILE
-from darelib.requests.documents import read_documents
-from darelib.requests.mergekitfile import MergekitFile, Part, Table
-from darelib.requests.mergekitslices import allow_other_layers, find_source, list_sources, locate
+from darelib.requests.mergekitfile import MergekitFile, Part, Reference, Table, read_documents
 from darelib.requests.request import Request, SeveralDocuments
 
 FLAGS: Final = (
@@ -69,14 +79,16 @@ def parse_yaml(text: str, path: str, folder: Path, lenient: bool = False) -> Req
 def make_request(file: MergekitFile) -> Request:
     base, *models = list_sources(file)
     dare, rules = Parameters(file, base).as_settings()
+    # Layers of other numbers are as far from one another as models that were not fine-tuned.
+    if any(len({*part.ranges.values()}) > 1 for part in file.parts):
+        dare["any_base"] = True
     return Request(
-        dare=dare | read_dtype(file) | allow_other_layers(file),
+        dare=dare | read_dtype(file),
         base=base,
         merge=tuple(models),
         tokenizer=read_tokenizer(file),
         chat_template=read_chat_template(file),
         rules=rules,
-        notes=explain_defaults(file, dare),
     )
 
 
@@ -178,7 +190,8 @@ class Parameters:
         """The base's, if they matter; else one that stands for all."""
         parameters = itertools.chain.from_iterable(table.values() for table in self.tables)
         words = dict.fromkeys(word for entries in parameters for word, _ in entries)
-        if "slices" not in self.file.content and not any(words) and not self.fades_out():
+        fades_out = self.fades_out()
+        if "slices" not in self.file.content and not any(words) and not fades_out:
             return [""]
         with open_models([self.base]) as [base]:
             names = list(base.tensors)
@@ -189,7 +202,7 @@ class Parameters:
                     f"{self.file.path}: filter {word!r} is part of no tensor's name, "
                     "so it does nothing"
                 )
-        if self.fades_out():
+        if fades_out and len(self.tables) == 1:
             self.layers = count_layers(names)
         return names
 
@@ -213,13 +226,10 @@ class Parameters:
             # mergekit compares a model's own parameters with its own names.
             own = place.names[key[1]] if 0 <= key[1] < len(place.names) else name
             values[key] = self.choose(key, entries, own, self.file.parts[place.part])
-        if len(self.tables) == 1 and self.layers:
-            return {
-                key: value_at(value, depth_of(name, self.layers)) for key, value in values.items()
-            }
-        if len(self.tables) == 1:
+        if len(self.tables) == 1 and not self.layers:
             return values
-        return {key: value_at(value, place.depth) for key, value in values.items()}
+        depth = depth_of(name, self.layers) if self.layers else place.depth
+        return {key: value_at(value, depth) for key, value in values.items()}
 
     def choose(self, key: Key, entries: Entries, name: str, part: Part) -> Value:
         for word, value in entries:
@@ -243,7 +253,8 @@ def translate(file: MergekitFile, values: Mapping[Key, Any]) -> Table:
         made["drop"] = family.drop
     for name, setting in family.each.items():
         numbers = [convert(name, values[name, i]) for i in range(len(file.models))]
-        made[setting] = numbers if setting == "weights" else one_or_each(numbers)
+        are_equal = all(number == numbers[0] for number in numbers)
+        made[setting] = numbers[0] if are_equal and setting != "weights" else numbers
     for name, setting in family.shared.items():
         made[setting] = convert(name, values[name, -1])
     for name, (value, reason) in family.only.items():
@@ -264,24 +275,6 @@ def convert(name: str, value: Any) -> Any:
         return value
     is_gradient = isinstance(value, Gradient)
     return Gradient(tuple(map(complement, value.numbers))) if is_gradient else complement(value)
-
-
-def one_or_each(values: list[Any]) -> Any:
-    return values[0] if all(value == values[0] for value in values) else values
-
-
-def explain_defaults(file: MergekitFile, dare: Table) -> dict[str, str]:
-    """Why settings are written that have other defaults here."""
-    family = file.family
-    notes = {}
-    if not family.drop:
-        notes["drop_rate"] = f"{file.method} drops nothing"
-    usual = family.defaults.get("normalize")
-    if usual is not None and dare["normalize"] != METHODS[family.method].normalize:
-        notes["normalize"] = f"mergekit's default for {file.method} is {str(usual).lower()}"
-    if dare.get("rescale") == L1:
-        notes["rescale"] = 'what mergekit calls rescale; the papers do what is "expectation" here'
-    return notes
 
 
 def read_dtype(file: MergekitFile) -> Table:
@@ -330,6 +323,71 @@ def read_chat_template(file: MergekitFile) -> Source | None:
     )
     # A file or folder of that name is none of mergekit's.
     return Source.of(TEMPLATES.get(given) or given) if given else None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor of the output is made."""
+
+    part: int
+    depth: float = 0.0  # in the part: from 0 in its first layer to 1 in its last
+    names: tuple[str, ...] = ()  # what its models call it, where that may be otherwise
+
+
+def locate(parts: Sequence[Part], name: str) -> Place:
+    match = LAYER.match(name)
+    if not match or not parts[0].ranges:
+        return Place(0 if BEFORE_LAYERS.search(name) else len(parts) - 1)
+    layer = int(match[2])
+    number = 0
+    while layer >= parts[number].depth:
+        layer -= parts[number].depth
+        number += 1
+    part = parts[number]
+    starts = [part.ranges[model][0] for model in part.columns[1:]]
+    names = tuple(put_layer(start + layer, name) for start in starts)
+    return Place(number, layer / (part.depth - 1) if part.depth > 1 else 1.0, names)
+
+
+def list_sources(file: MergekitFile) -> list[Source]:
+    """The base and the models of a merge: where there are slices, each made of one of a slice's."""
+    count = 0 if METHODS[file.family.method].models == (0, 0) else len(file.models)
+    columns = [[part.choose(i) for part in file.parts] for i in range(count + 1)]
+    if not file.parts[0].ranges or is_whole(file, columns):
+        others = [find_source(file, own, file.base) for [own, *_] in columns[1:]]
+        return [find_source(file, file.base), *others]
+    made = []
+    for models in columns:
+        pairs = zip(file.parts, models, strict=True)
+        slices = [Slice(find_source(file, own), *part.ranges[own]) for part, own in pairs]
+        made.append(Source.stack(slices))
+    return made
+
+
+def find_source(file: MergekitFile, model: Reference, base: Reference | None = None) -> Source:
+    """A model, perhaps with an adapter on top; an adapter on the base is an input by itself."""
+    if not model.lora:
+        return file.find(model.path)
+    adapter = file.find(model.lora)
+    is_on_base = base == Reference(model.path)
+    # What holds a whole model would be merged as one; joined, it is refused.
+    is_model = any((adapter.path / name).exists() for name in (WEIGHTS_FILE, INDEX_FILE))
+    if is_on_base and not is_model and not adapter.path.is_file():
+        return adapter
+    return Source.join(file.find(model.path), adapter)
+
+
+def is_whole(file: MergekitFile, columns: Sequence[Sequence[Reference]]) -> bool:
+    """Whether slices only tell parameters apart: they are all layers of the same models."""
+    end = 0
+    for part in file.parts:
+        if {*part.ranges.values()} != {(end, end + part.depth)}:
+            return False
+        end += part.depth
+    if any(len({*models}) > 1 for models in columns):
+        return False
+    with open_models([find_source(file, columns[0][0])]) as [base]:
+        return [*count_layers(base.tensors).values()] == [end]
 
 
 def find_patterns(groups: Mapping[str, str], usual: str) -> dict[str, list[str]]:

@@ -1,15 +1,19 @@
-"""mergekit's configurations as they are written: the method, the models, the slices, the base."""
+"""mergekit's configurations as they are written: the method, the models, the slices, the base; and
+several in one file, as mergekit-multi takes them.
+"""
 
 import os
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any, Final
 
 from darelib.config import is_count
 from darelib.core.families import COUNTED, FAMILIES, FIRST, ONLY, OPTIONAL
-from darelib.core.text import LOG, ConfigError, nearest
-from darelib.models.source import Source
+from darelib.core.text import LOG, ConfigError, list_names, nearest
+from darelib.models.source import Source, is_last_part
+from darelib.requests.yamlfile import load_yaml
 
 KEYS: Final = (
     "name",
@@ -51,7 +55,10 @@ REFUSED: Final = {
     "override_architecture": "the architecture is the base's",
     "tokens": "no token gets an embedding of its own",
     "pad_to_multiple_of": "vocabularies are not padded",
+    **dict.fromkeys(("experts", "gate_mode"), "mergekit-moe makes mixtures of experts"),
 }
+# Under which keys a document may name another one.
+REFERENCES: Final = ("model", "path", "base_model", "tokenizer_source", "source")
 Table = dict[str, Any]
 
 
@@ -92,16 +99,9 @@ class MergekitFile:
         self.path = path
         self.lenient = lenient  # keys that mergekit ignores are no errors
         self.places: dict[str, Path] = {}  # of the models that other documents made, by name
-        check_kind(self, content)
         self.content = self.read_table(unwrap_module(self, content), "", KEYS)
         self.name = str(self.content.get("name", ""))
-        self.method = str(self.content.get("merge_method"))
-        self.check(
-            "merge_method" in self.content,
-            "merge_method",
-            "it is missing",
-            f"one of {', '.join(FAMILIES)}",
-        )
+        self.method = str(self.content.get("merge_method", ""))
         self.check(
             self.method in FAMILIES,
             "merge_method",
@@ -128,14 +128,37 @@ class MergekitFile:
             raise self.error(where, what, hint)
 
     def read_table(self, value: Any, where: str, known: Collection[str]) -> Table:
-        """A mapping, less what is null in it. A key that is none of these is an error."""
+        """A mapping, less what is null in it. A key that is none of these is an error, unless it
+        does no harm.
+        """
         self.check(
             isinstance(value, dict),
             where,
             f"it must be a mapping, not {str(value)[:60]!r}",
             f"with {', '.join(known)}",
         )
-        return keep_known(self, value, where, known)
+        given = {key: entry for key, entry in value.items() if entry is not None and entry != []}
+        for key in value:
+            if key not in known:
+                self.check_unknown(key, bool(value[key]), where, known)
+        return {key: entry for key, entry in given.items() if key in known}
+
+    def check_unknown(self, key: Any, is_given: bool, where: str, known: Collection[str]) -> None:
+        if key in REFUSED:
+            self.check(
+                not is_given,
+                where,
+                f"{key} is not supported: {REFUSED[key]}",
+                "leave it out, or use mergekit",
+            )
+        elif key in HARMLESS or self.lenient:
+            LOG.warning(f"{': '.join(filter(None, (self.path, where)))}: {key} does nothing")
+        else:
+            is_misplaced = key in PARAMETERS and "parameters" in known
+            hint = "put it under parameters" if is_misplaced else nearest(str(key), known)
+            raise self.error(
+                where, f"there is no key {str(key)!r}", f"{hint.removesuffix('?')}; {LENIENT}"
+            )
 
     def find(self, name: str) -> Source:
         """A model by its name: what another document made, or any other."""
@@ -170,12 +193,11 @@ class MergekitFile:
         return parts
 
     def check_name(self, fits: bool, value: Any, where: str) -> None:
-        hint = "like models/base, org/name@revision or models/base+adapter"
         self.check(
             fits,
             where,
             "it is missing" if value is None else f"{str(value)[:60]!r} does not name a model",
-            hint,
+            "like models/base, org/name@revision or models/base+adapter",
         )
 
     def read_parts(self) -> list[Part]:
@@ -246,19 +268,14 @@ class MergekitFile:
     def choose_models(self, part: Part) -> Part:
         """A part with its base and what is merged: of an average or an arc, the base is one."""
         base = self.choose_base(part)
-        models = list(part.models)
-        if self.family.base == COUNTED or self.from_zero:
-            others = models
-        else:
-            others = [model for model in models if model != base]
+        is_merged = self.family.base == COUNTED or self.from_zero
+        others = [model for model in part.models if is_merged or model != base]
         least, most = self.family.others
-        wanted = f"at least {least} models" if least > 1 else "models"
-        if most == least:
-            wanted = "one model" if most == 1 else f"{least} models"
+        wanted = f"{least}" if most == least else f"at least {least}"
         self.check(
             least <= len(others) and (most is None or len(others) <= most),
             "models",
-            f"{self.method} merges {wanted} besides the base, not {len(others)}",
+            f"besides the base, {self.method} merges {wanted}, not {len(others)}",
             "list what is to be merged" if len(others) < least else "leave the others out",
         )
         merged = [base, *others] if self.family.base in (FIRST, ONLY) else others
@@ -332,42 +349,48 @@ def unwrap_module(file: MergekitFile, content: Any) -> Any:
     return {**outer, **own, **both}
 
 
-def check_kind(file: MergekitFile, content: Any) -> None:
-    """Refuse what is for another of mergekit's commands."""
-    is_mixture = isinstance(content, dict) and "experts" in content
-    file.check(
-        not is_mixture or "merge_method" in content,
-        "experts",
-        "it asks for a mixture of experts with a router, which mergekit-moe makes",
-        "this tool merges models of one shape into one; use mergekit-moe, or list the experts' "
-        "models under models, with a merge_method",
-    )
+def read_documents(text: str, path: str, lenient: bool) -> list[MergekitFile]:
+    """The documents of a file, each after those that it refers to: the last is the output."""
+    contents = load_yaml(text, path)
+    if len(contents) == 1:
+        return [MergekitFile(path, contents[0], lenient)]
+    numbered = enumerate(contents, 1)
+    files = [MergekitFile(f"{path}, document {k}", content, lenient) for k, content in numbered]
+    by_name: dict[str, MergekitFile] = {}
+    for file in files:
+        name = file.name
+        is_folder = is_last_part(name) and "/" not in name
+        file.check(not name or is_folder, "name", f"{name!r} is no name for a folder", "change it")
+        whose = f"another document is called {name!r}" if name else "another one has none either"
+        file.check(name not in by_name, "name", whose, "give each but the output a name of its own")
+        by_name[name] = file
+    needs = {
+        name: sorted(list_references(file.content) & by_name.keys())
+        for name, file in by_name.items()
+    }
+    try:
+        order = list(TopologicalSorter(needs).static_order())
+    except CycleError as error:
+        raise ConfigError(
+            f"{path}: documents refer to each other in a circle: {' -> '.join(error.args[1])}",
+            "a model cannot be made from itself",
+        ) from None
+    ends = [name for name in order if not any(name in others for others in needs.values())]
+    if len(ends) > 1:
+        raise ConfigError(
+            f"{path}: {list_names(sorted(ends))} are used by no other document, and only one of "
+            "them can be the output",
+            "give the others a file of their own",
+        )
+    return [by_name[name] for name in order]
 
 
-def keep_known(file: MergekitFile, table: Table, where: str, known: Collection[str]) -> Table:
-    """What of a mapping is to be read, less what is null. Any other key is an error, unless it does
-    no harm.
-    """
-    kept: Table = {}
-    for key, entry in table.items():
-        is_given = entry is not None and entry != []
-        if key in known:
-            kept |= {key: entry} if is_given else {}
-        elif key in REFUSED:
-            file.check(
-                not is_given or entry == {},
-                where,
-                f"{key} is not supported: {REFUSED[key]}",
-                "leave it out, or use mergekit",
-            )
-        elif key in HARMLESS or file.lenient:
-            LOG.warning(f"{': '.join(filter(None, (file.path, where)))}: {key} does nothing")
-        else:
-            raise file.error(where, f"there is no key {str(key)!r}", explain_unknown(key, known))
-    return kept
-
-
-def explain_unknown(key: Any, known: Collection[str]) -> str:
-    is_misplaced = key in PARAMETERS and "parameters" in known
-    hint = "put it under parameters" if is_misplaced else nearest(str(key), known)
-    return f"{hint.removesuffix('?')}; {LENIENT}"
+def list_references(value: Any, key: str = "") -> set[str]:
+    """What may be names of documents in a document, without adapters on top of them."""
+    if isinstance(value, dict):
+        pairs = value.items()
+        return {name for inner, entry in pairs for name in list_references(entry, str(inner))}
+    if isinstance(value, list):
+        return {name for entry in value for name in list_references(entry, key)}
+    is_reference = isinstance(value, str) and key in REFERENCES
+    return {value.partition("+")[0]} if is_reference else set()

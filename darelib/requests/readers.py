@@ -19,7 +19,7 @@ TABLES: Final[dict[str, tuple[str, ...]]] = {
     "dare": tuple(CHECKS),
     "models": ("base_file", "merge_files", "output_file", "tokenizer", "chat_template"),
     "rules": ("match", *RULE_SETTINGS),
-    "sweep": (*SWEEP_SETTINGS, "rules", "seed"),
+    "sweep": (*SWEEP_SETTINGS, "rules"),
     "recipe": ("version", "mask", "seeds", "inputs", "files", "packed"),
 }
 
@@ -35,13 +35,10 @@ def load_request(path: Path, **options: bool) -> Request:
         if len(data) > MAX_TOML:
             raise ValueError(TOO_LONG)
         text = data.decode("utf-8-sig").replace("\r\n", "\n")
-    except FileNotFoundError:
-        raise ConfigError(
-            f"there is no configuration file {str(path)!r}", "check the path after --config"
-        ) from None
     except OSError as error:
         raise ConfigError(
-            f"cannot read {str(path)!r}: {error.strerror}", "give --config a TOML file"
+            f"cannot read the configuration {str(path)!r}: {error.strerror}",
+            "check the path after --config",
         ) from None
     except ValueError as error:
         kind = "YAML" if path.suffix in YAML_SUFFIXES else "TOML"
@@ -144,13 +141,10 @@ def _parse_tables(text: str, path: str) -> dict[str, Any]:
             homes = [table for table, keys in TABLES.items() if name in keys]
             hint = f"put {name} under [{homes[0]}]" if homes else explain_key(name, TABLES)
             raise ConfigError(f"{path}: there is no table [{name}]", hint)
-        if name == "rules" and not isinstance(table, list):
+        if not isinstance(table, list if name == "rules" else dict):
+            header = "[[rules]]" if name == "rules" else f"[{name}]"
             raise ConfigError(
-                f"{path}: rules must be a list of tables", "write [[rules]] on a line of its own"
-            )
-        if name != "rules" and not isinstance(table, dict):
-            raise ConfigError(
-                f"{path}: {name} must be a table", f"write [{name}] on a line of its own"
+                f"{path}: {name} must be a table", f"write {header} on a line of its own"
             )
         unknown = [key for key in table if name != "rules" and key not in TABLES[name]]
         if unknown:

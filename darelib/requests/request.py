@@ -56,8 +56,6 @@ class Request:
     version: str = ""  # of the tool that made the recipe
     packed: bool = False  # whether that is a packed model
     sweep: Mapping[str, Any] = field(default_factory=dict)  # what a search may choose
-    # On settings: what a written configuration says of them.
-    notes: Mapping[str, str] = field(default_factory=dict)
 
 
 class SeveralDocuments(ConfigError):

@@ -10,6 +10,11 @@ from darelib.core.text import ConfigError
 MAX_YAML: Final = 1 << 18  # bytes: PyYAML takes seconds for more
 MAX_DIGITS: Final = 100  # of a whole number: Python does not print large ones
 MAX_VALUES: Final = 50_000  # of a file with its aliases written out
+# The last ones are what PyYAML comes to where a value is not what its tag, like !!int, says.
+FAULTS: Final = (
+    *(yaml.YAMLError, ValueError, OverflowError, RecursionError),
+    *(LookupError, AttributeError, TypeError),
+)
 
 
 def load_yaml(text: str, path: str) -> list[Any]:
@@ -17,7 +22,6 @@ def load_yaml(text: str, path: str) -> list[Any]:
 
     What would take long, or can be read in two ways, is refused.
     """
-    hint = "it must be YAML, as mergekit takes it"
     try:
         if len(text.encode(errors="replace")) > MAX_YAML:
             raise ValueError(f"it is longer than {MAX_YAML:,} bytes")
@@ -28,18 +32,14 @@ def load_yaml(text: str, path: str) -> list[Any]:
             _count_values(node, {})
             documents.append(loader.construct_document(node))
         return [document for document in documents if document is not None] or [None]
-    except yaml.MarkedYAMLError as error:
-        line = f" (line {error.problem_mark.line + 1})" if error.problem_mark else ""
-        reason = f"{error.problem or error.context}{line}"
-        if "\\t" in reason:
-            hint = "YAML is indented with spaces, not with tabs"
-    except (ValueError, OverflowError, yaml.YAMLError) as error:
-        reason = str(error).splitlines()[0]
-    except RecursionError:
-        reason = "it is nested too deeply"
-    except (LookupError, AttributeError, TypeError):  # as PyYAML comes to know it
-        reason = "a value is not what its tag, like !!int, says"
-    raise ConfigError(f"{path} cannot be read: {reason}", hint)
+    except FAULTS as error:
+        reason = str(getattr(error, "problem", None) or error).partition("\n")[0]
+        mark = getattr(error, "problem_mark", None)
+        line = f" (line {mark.line + 1})" if mark else ""
+        raise ConfigError(
+            f"{path} cannot be read: {type(error).__name__}: {reason}{line}",
+            "it must be YAML, as mergekit takes it, indented with spaces, not with tabs",
+        ) from None
 
 
 def _count_values(node: Any, counts: dict[int, int]) -> int:

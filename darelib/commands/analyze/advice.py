@@ -259,8 +259,8 @@ RULES: Final = (advise_on_base, advise_on_rates, advise_on_choices)
 
 def judge_confidence(evidence: Evidence) -> str:
     if doubts := ", and ".join(find_doubts(evidence)):
-        return f"How sure: not very, because {doubts}. Let an evaluation decide (dare.py sweep)."
-    return "How sure: fairly; but only an evaluation can tell (dare.py sweep)."
+        return f"How sure: not very, because {doubts}. Let an evaluation decide (dare sweep)."
+    return "How sure: fairly; but only an evaluation can tell (dare sweep)."
 
 
 def find_doubts(evidence: Evidence) -> Iterator[str]:

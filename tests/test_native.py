@@ -175,7 +175,6 @@ def test_what_failed_once_is_not_tried_again_by_the_same_process(monkeypatch: Pa
         ),
         ("near", "tiles", "min(share, real(1))", "share"),
         ("boost", "tiles", "row[j] != 0 and chunk.left[j] == 1", "row[j] != 0"),
-        ("fuse", "tiles", "abs(value) >= scale", "abs(value) > scale"),
         ("variance", "tiles", "if chunk.right[j] > 0:", "if chunk.right[j] >= 0:"),
         ("squares", "tiles", "row[j] if variance[j] >= bound else real(0)", "row[j]"),
         ("diverge", "tiles", "found[row] = 0 if total < 0 else total", "found[row] = total + 1e-9"),

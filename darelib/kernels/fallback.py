@@ -230,19 +230,16 @@ def measure_chunk(
         places = (patterns >> 19).astype(np.int64) - FIRST_BIN
         add_counts(buffers.counts[i, :BINS], places.clip(0, BINS - 1))  # in the first lane
         buffers.counts[i, 0] += padding
-    for pair, (one, other) in zip(buffers.pairs[1:], combinations(deltas, 2), strict=False):
-        note_conflict(pair, [one, other])
+    for pair, (one, other) in zip(buffers.pairs, combinations(deltas, 2), strict=False):
+        note_conflict(pair, one, other)
         add_sums(pair, "product", one * other)
-    if models > 2:
-        note_conflict(buffers.pairs[0], deltas)
 
 
-def note_conflict(pair: Any, deltas: list[Array]) -> None:
-    """Where two have opposite signs, where several are not 0, and how large all are there."""
-    size = sum(np.abs(delta) for delta in deltas)
-    up = sum(1 * (delta > 0) for delta in deltas)
-    down = sum(1 * (delta < 0) for delta in deltas)
-    for name, there in (("opposed", (up > 0) & (down > 0)), ("both", up + down > 1)):
+def note_conflict(pair: Any, one: Array, other: Array) -> None:
+    """Where two have opposite signs, where both are not 0, and how large they are there."""
+    size = np.abs(one) + np.abs(other)
+    signs = np.sign(one) * np.sign(other)
+    for name, there in (("opposed", signs < 0), ("both", signs != 0)):
         pair[name] += np.count_nonzero(there)
         add_sums(pair, f"{name}_size", np.where(there, size, 0.0))
 

@@ -368,7 +368,7 @@ def measure_chunk(
         models,
         first_tile,
     )
-    pairs = carray(pairs_at, (1 + models * (models - 1) // 2,), PAIR)
+    pairs = carray(pairs_at, (models * (models - 1) // 2,), PAIR)
     counts = carray(counts_at, (models, LANES, BINS), np.uint32)
     for tile in range(chunk.tiles):
         raw = chunk.raw_base[tile * TILE : (tile + 1) * TILE]
@@ -384,16 +384,13 @@ def measure_chunk(
                 for lane in range(LANES):
                     counts[i, lane, chunk.bits[j + lane]] += np.uint32(1)
             chunk.models[i].size += fold(chunk.size)
-        row = 1
+        row = 0
         for i in range(models):
             for k in range(i + 1, models):
                 compare(chunk, i, k)
                 note_conflict(chunk, pairs[row])
                 pairs[row].product += fold(chunk.merged)
                 row += 1
-        if models > 2:  # with two models, their pair says it
-            compare_all(chunk)
-            note_conflict(chunk, pairs[0])
 
 
 def measure_model(chunk: Any, tile: int, i: int) -> None:  # compiled
@@ -432,23 +429,9 @@ def compare(chunk: Any, i: int, k: int) -> None:  # compiled
         chunk.merged[j] = a * b
 
 
-def compare_all(chunk: Any) -> None:  # compiled
-    """The same of all models, without the product."""
-    for j in range(TILE):
-        chunk.left[j] = 0
-        chunk.right[j] = 0
-        chunk.size[j] = 0
-    for i in range(len(chunk.models)):
-        row = chunk.kept[i]
-        for j in range(TILE):
-            chunk.left[j] += real(row[j] > 0)
-            chunk.right[j] += real(row[j] < 0)
-            chunk.size[j] += abs(row[j])
-
-
 @inline
 def note_conflict(chunk: Any, pair: Any) -> None:  # compiled
-    """How many positions models change in opposite directions, or several change; by how much."""
+    """How many positions two change in opposite directions, or both change; by how much."""
     up, down = chunk.left, chunk.right
     opposed = np.uint32(0)
     both = np.uint32(0)
@@ -466,4 +449,4 @@ def note_conflict(chunk: Any, pair: Any) -> None:  # compiled
 
 
 # Templates that are filled in where measure_chunk calls them.
-MEASURES: Final = (measure_model, compare, compare_all)
+MEASURES: Final = (measure_model, compare)

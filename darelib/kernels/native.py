@@ -32,6 +32,7 @@ from darelib.kernels.objects import (
     host_features,
     load_object,
     object_name,
+    read_object,
     read_objects,
 )
 from darelib.kernels.records import MERGES, MODEL
@@ -123,7 +124,8 @@ def run_compilers(
             place = folder or Path(name)
             paths = {code: place / object_name(code) for code in wanted}
             for path in paths.values():
-                path.unlink(missing_ok=True)  # if it is there, it cannot be used
+                if not read_object(path):  # which another process may just have stored
+                    path.unlink(missing_ok=True)
             companions = dict.fromkeys(c for code in wanted for c in list_companions(code))
             others = [place / object_name(code) for code in companions if code not in wanted]
             later = others if folder else []

@@ -34,7 +34,7 @@ TENSOR: Final = np.dtype(
     + [(name, "u8") for name in ("exact", "shift", "peak", "ends", "from_zero")]
     + [(name, "f8") for name in ("base_size", "base_squares")]
 )
-# For an analysis, a record for all models together (any two of them), then one for each pair.
+# For an analysis, a record for each pair of models.
 PAIR: Final = np.dtype(
     [(name, "f8") for name in ("product", "opposed", "both", "opposed_size", "both_size")]
 )
@@ -103,7 +103,7 @@ class Buffers:
         self.scratch = align((SCRATCH_ROWS + models + 1, SCRATCH_WIDTH), np.float64)
         counters = max((COUNTERS.get(kind, 0) for kind in kernels), default=0)
         self.counts = align((models, counters), np.uint32)
-        self.pairs = align((1 + models * (models - 1) // 2,), PAIR)
+        self.pairs = align((models * (models - 1) // 2,), PAIR)
         # A number for each element takes twice the room of a limit; no kernel wants both.
         room = row_bytes if "importance" in kernels else row_bytes // NARROWEST
         self.limits = align((models, room if ranked else 0), np.uint16)

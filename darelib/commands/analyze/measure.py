@@ -327,7 +327,7 @@ class MeasureLook(Look):
 
     def add_job(self, start: int, stop: int, buffers: Any) -> None:
         models = len(self.tensor.finetuned)
-        pairs = 1 + math.comb(models, 2)
+        pairs = math.comb(models, 2)
         sums = {name: buffers.models[name][:models].astype(float) for name in MODEL_SUMS}
         sums |= {name: buffers.pairs[name][:pairs].astype(float) for name in PAIR_SUMS}
         sums["base_squares"] = buffers.tensor["base_squares"][:1].astype(float)
@@ -379,8 +379,7 @@ class MeasureLook(Look):
         seeds = [self._findings.task.seeds[i] for i in self.tensor.models]
         shares = [info.share for _, info in self.tensor.finetuned]
         pairs = self._findings.pairs.setdefault(self.tensor.name, {})
-        # The first row is of any two of the models.
-        for row, (one, other) in enumerate(combinations(range(len(deltas)), 2), 1):
+        for row, (one, other) in enumerate(combinations(range(len(deltas)), 2)):
             # Samples of one seed are nested: where they meet is the smaller of them.
             is_nested = seeds[one] == seeds[other]
             meet = min(shares[one], shares[other]) if is_nested else shares[one] * shares[other]

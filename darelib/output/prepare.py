@@ -4,13 +4,12 @@ written.
 
 import dataclasses
 import hashlib
-import itertools
 import json
 import os
 import shutil
 import sys
 import tomllib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -65,7 +64,7 @@ from darelib.output.tokenizer import (
 from darelib.plan.checks import check_kinds
 from darelib.plan.plan import MergePlan, count_threads, plan_merge
 from darelib.plan.relation import check_sample
-from darelib.plan.tensors import PlannedFile, TensorPlan, assign_offsets
+from darelib.plan.tensors import TensorPlan, assign_offsets
 
 
 @dataclass(frozen=True)
@@ -98,27 +97,18 @@ class FilePlan(MergePlan):
         """How values of a tensor are compared that are not the same everywhere; None: they are."""
         return compare_values if tensor.matrices else None
 
-    def shards(self, numbers: Collection[int]) -> Iterator[Self]:
-        """Some of the files, each as a plan of its own: a tensor lies in one file, and files share
-        nothing.
+    def part(self, numbers: Sequence[int]) -> Self:
+        """Some of the files, without what lies beside them: a tensor lies in one file, and files
+        share nothing.
         """
-        for number, tensors in itertools.groupby(self.tensors, lambda tensor: tensor.output.file):
-            if number in numbers:
-                yield self._keep([tensor.move(0) for tensor in tensors], [self.files[number]])
-
-    def part(self, numbers: Collection[int]) -> Self:
-        """Some of the files, without what lies beside them."""
         own = [tensor for tensor in self.tensors if tensor.output.file in numbers]
-        return self._keep(own, [self.files[number] for number in numbers])
-
-    def _keep(self, tensors: Sequence[TensorPlan], files: Sequence[PlannedFile]) -> Self:
         return dataclasses.replace(
             self,
-            tensors=tuple(tensors),
-            files=tuple(files),
+            tensors=tuple(tensor.move(numbers.index(tensor.output.file)) for tensor in own),
+            files=tuple(self.files[number] for number in numbers),
             side={},
             digests={},
-            threads=count_threads(self.config, tensors),
+            threads=count_threads(self.config, own),
         )
 
     def identity(self, inputs: Sequence[Checkpoint]) -> dict[str, Any]:

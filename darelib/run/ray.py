@@ -28,7 +28,7 @@ from darelib.output.prepare import FilePlan, plan_files
 from darelib.output.publish import Output
 from darelib.output.tokenizer import TokenizerChoice
 from darelib.run.outcomes import Outcome
-from darelib.run.threads import Order, check_shards, list_done, make_shard, publish
+from darelib.run.threads import Order, check_shards, list_done, make_part, publish
 
 # What a process of the cluster has open: one merge, for all tasks that Ray gives it.
 OPENED: Final[dict[str, Any]] = {}
@@ -59,9 +59,10 @@ def run(order: Order) -> tuple[FilePlan, list[Outcome]]:
     def run_shards(output: Output) -> list[Outcome]:
         outcomes = list_done(plan, output)
         done = {(outcome.tensor, outcome.start) for outcome in outcomes}
+        shards = [plan.part([number]) for number in range(len(plan.files))]
         todo = {
             number: shard.bytes_to_read
-            for number, shard in enumerate(plan.shards(range(len(plan.files))))
+            for number, shard in enumerate(shards)
             if any(shard.jobs(shard.tensors, done))
         }
         own = {tensor.name for tensor in plan.tensors if tensor.output.file in todo}
@@ -181,8 +182,8 @@ def make_elsewhere(task: Task, number: int) -> list[Any]:
             OPENED.pop("open", ExitStack()).close()  # of the merge before
             OPENED.clear()
             OPENED.update(open_like(task), task=task)
-        [shard] = OPENED["plan"].shards([number])
-        outcomes = make_shard(shard, OPENED["inputs"], task.identity, lambda _: None, interrupts)
+        part = OPENED["plan"].part([number])
+        outcomes = make_part(part, OPENED["inputs"], task.identity, interrupts)
     return [outcome.as_entry() for outcome in outcomes]
 
 

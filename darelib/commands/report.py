@@ -21,7 +21,6 @@ from darelib.core.text import LISTED, clip, count_of, duration, human, printable
 from darelib.core.tuning import TUNING
 from darelib.models.checkpoint import Checkpoint
 from darelib.output.adapter import AdapterPlan, is_share
-from darelib.output.destination import Replaced
 from darelib.output.prepare import FilePlan
 from darelib.plan.tensors import TensorPlan
 from darelib.run.adapters import RankFinder, open_worker
@@ -108,7 +107,7 @@ class Plan(Report):
     copied_tensors: tuple[str, ...]
     files: tuple[dict[str, Any], ...]  # of tensors: their names and sizes
     side_files: tuple[str, ...]  # of a model directory: all the others
-    replaces: Replaced | None
+    replaces: int  # bytes of what is at that place
     unfinished: bool  # whether an earlier merge to the same place left something
     resume: bool  # whether it would be continued
     bytes_to_read: int
@@ -198,7 +197,7 @@ class Plan(Report):
             )
             yield "adapter", f"{self.adapter} (a sample{most})"
         if self.replaces:
-            yield "replace", str(self.replaces)
+            yield "replace", human(self.replaces)
         if self.unfinished and self.resume:
             yield "resume", "an unfinished merge, if it is the same one"
         elif self.unfinished:

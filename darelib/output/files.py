@@ -235,10 +235,6 @@ def explain_difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "
         before, now = old.get(key), new.get(key)
         if before == now:
             continue
-        if before is None:
-            return f"it has no {name}, and this one has"
-        if now is None:
-            return f"it has {name}, and this one has not"
         if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
             before, now = map(number, (before, now))
         if isinstance(before, dict) and isinstance(now, dict):

@@ -29,11 +29,8 @@ from darelib.models.tensorfile import read_json
 from darelib.models.tensors import Encoding
 from darelib.output.destination import (
     Destination,
-    Replaced,
     check_apart,
     check_replaceable,
-    describe_replaced,
-    digest_of,
     explain_place_errors,
     is_weights,
     list_files,
@@ -74,13 +71,11 @@ class FilePlan(MergePlan):
     output: Destination = dataclasses.field(kw_only=True)
     tokenizer: TokenizerChoice = dataclasses.field(kw_only=True)
     recipe: str = dataclasses.field(kw_only=True)  # in each file of tensors
-    # The other files of a model directory: their content, or what to copy; and the digests of
-    # these.
+    # The other files of a model directory: their content, or what to copy.
     side: Mapping[str, bytes | Path] = dataclasses.field(default_factory=dict)
-    digests: Mapping[str, str] = dataclasses.field(default_factory=dict)
     free: int = 0  # bytes on the output's disk
     unfinished: bool = False  # whether an earlier merge to the same place left something
-    replaces: Replaced | None = None  # what is at that place
+    replaces: int = 0  # bytes of what is at that place
 
     @property
     def own_recipe(self) -> str:
@@ -107,7 +102,6 @@ class FilePlan(MergePlan):
             tensors=tuple(tensor.move(numbers.index(tensor.output.file)) for tensor in own),
             files=tuple(self.files[number] for number in numbers),
             side={},
-            digests={},
             threads=count_threads(self.config, own),
         )
 
@@ -182,9 +176,7 @@ def plan_files(
     if destination.directory:
         side, notes = make_side_files(placed, inputs, version)
         warnings += notes
-    copied = {name: content for name, content in side.items() if isinstance(content, Path)}
-    digests = {name: digest_of(path) for name, path in copied.items()}
-    return dataclasses.replace(placed, side=side, digests=digests, warnings=tuple(warnings))
+    return dataclasses.replace(placed, side=side, warnings=tuple(warnings))
 
 
 def make_side_files(
@@ -292,7 +284,8 @@ def check_place(plan: FilePlan, inputs: Sequence[Checkpoint], force: bool) -> Fi
             with suppress(FileNotFoundError):  # of another merge, which has just ended
                 # Its blocks are used again, or removed.
                 free += getattr(path.lstat(), "st_blocks", 0) * 512
-        replaces = describe_replaced(destination)
+        replaced = (destination.path, *destination.path.rglob("*"))
+        replaces = sum(path.stat().st_size for path in replaced if path.is_file())
     with explain_read_errors():
         size = plan.size
     if size > free:

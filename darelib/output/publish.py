@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from darelib.core.interrupts import Interrupts
-from darelib.core.text import LOG, DareError, InputChanged
+from darelib.core.text import LOG, DareError, InputChanged, as_text
+from darelib.models.source import RECIPE_FILE
 from darelib.models.tensorfile import BINARY
-from darelib.output.destination import Destination, check_replaceable, digest_of
+from darelib.output.destination import Destination, check_replaceable, digest_of, read_digests
 from darelib.output.files import (
     JOURNAL_FILE,
     LOCK_FILE,
@@ -174,8 +175,9 @@ class Output(Files):
             interrupts.check()
             self.write_file(name, content)
         check_inputs()
-        for name, digest in plan.digests.items():
-            if digest_of(self.made / name) != digest:
+        digests = read_digests(self.made)
+        for name in plan.side:
+            if name != RECIPE_FILE and digest_of(self.made / name) != digests[as_text(name)]:
                 raise DareError(
                     f"{name!r} changed while it was merged",
                     "merge again, and change no input meanwhile",

@@ -3,7 +3,7 @@
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -164,10 +164,6 @@ class TokenizerChoice:
     paths: tuple[tuple[str, Path], ...] = ()  # what must not be written to, by the user's names
 
     @property
-    def unites(self) -> bool:
-        return self.name == UNION
-
-    @property
     def source(self) -> Source:
         return Source(self.name, self.folder or Path(self.name))
 
@@ -230,11 +226,16 @@ def tokenizer_files(folder: Path | None) -> dict[str, Path]:
         return {}
     paths = {path for pattern in TOKENIZER_PATTERNS for path in folder.glob(pattern)}
     files = {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}
-    check_links(folder, files.values())
-    for path in files.values():
-        if not os.access(path, os.R_OK):  # to be known before the merge, not after it
-            raise DareError(f"cannot read {str(path)!r}", "check its permissions")
+    check_readable(folder, files.values())
     return files
+
+
+def check_readable(folder: Path, paths: Iterable[Path]) -> None:
+    """Refuse files that cannot be copied before the merge, not after it."""
+    check_links(folder, paths)
+    for path in paths:
+        if not os.access(path, os.R_OK):
+            raise DareError(f"cannot read {str(path)!r}", "check its permissions")
 
 
 def find_template(folder: Path | None) -> Any:
@@ -290,7 +291,7 @@ def place_tokenizer(
                 f"and the merged model has rows for {rows:,}",
                 "--tokenizer union gives every token a row",
             )
-    if choice.unites:
+    if choice.name == UNION:
         add_tokens(side, base.added, [model.folder for model in models])
     template, speaker = choose_template(choice, tokenizer, owners)
     voice = Voice(tokenizer, speaker or tokenizer, owners, base.added)
@@ -334,7 +335,7 @@ def set_template(side: SideFiles, template: Any) -> None:
         side.setdefault(TOKENIZER_CONFIG, b"{}")  # which every version of transformers reads
         edit_json(side, TOKENIZER_CONFIG, lambda table: table.update(chat_template=template))
     else:
-        side[TEMPLATE_FILE] = encode_text(template, "the chat template")
+        side[TEMPLATE_FILE] = template.encode(errors="replace")  # half of a surrogate pair
 
 
 def edit_json(side: SideFiles, name: str, edit: Callable[[dict[str, Any]], None]) -> None:
@@ -344,18 +345,8 @@ def edit_json(side: SideFiles, name: str, edit: Callable[[dict[str, Any]], None]
         table = json.loads(content) if isinstance(content, bytes) else read_json(content, name)
         edit(table)
         text = json.dumps(table, indent=2, ensure_ascii=False)
-        side[name] = encode_text(text, f"what {name!r} would hold") + b"\n"
-
-
-def encode_text(text: str, what: str) -> bytes:
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        half = text[error.start : error.end]
-        raise DareError(
-            f"{what} is no text: it has half of a surrogate pair, {half!r}",
-            "fix the tokenizer that it comes from, or choose another",
-        ) from None
+        # Half of a surrogate pair is no text: check_tables refuses it.
+        side[name] = text.encode(errors="surrogatepass") + b"\n"
 
 
 def add_tokens(
@@ -388,7 +379,7 @@ def add_tokens(
 def insert_tokens(data: bytes, added: Sequence[dict[str, Any]]) -> bytes:
     """A tokenizer.json with more added tokens: the rest of it may be large, and stays as it is."""
     texts = [json.dumps(entry, ensure_ascii=False) for entry in added]
-    entries = b",\n    ".join(encode_text(text, f"the token {text}") for text in texts)
+    entries = ",\n    ".join(texts).encode(errors="surrogatepass")
     listed = find_table(data, ADDED_START, ADDED_TABLE)
     if listed is None:
         return data.replace(b"{", b'{\n  "added_tokens": [' + entries + b"],", 1)

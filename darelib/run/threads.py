@@ -43,7 +43,7 @@ def publish(order: Order, run: Callable[[Output], list[Outcome]]) -> tuple[FileP
     """
     plan = order.plan
     if plan.replaces:
-        LOG.info(f"replaces {plan.output.name}: {plan.replaces}")
+        LOG.info(f"replaces {plan.output.name}: {human(plan.replaces)}")
     identity = plan.identity(order.inputs)
     with (
         explain_write_errors(plan.output, order.resume),

@@ -38,7 +38,6 @@ from darelib.models.source import Source, recorded_name
 from darelib.models.tensors import TensorInfo
 from darelib.output.destination import (
     check_replaceable,
-    digest_of,
     explain_place_errors,
     find_output,
 )
@@ -315,14 +314,7 @@ def place_entries(plan: FilePlan, inputs: Sequence[Checkpoint], packer: Packer) 
     name = PACKED_FILE if plan.output.directory else plan.output.path.name
     tensors, files = assign_offsets(kept, sys.maxsize, metadata, name)
     side = make_side_files(plan, inputs, files[0]) if plan.output.directory else {}
-    copied = [name for name, content in side.items() if isinstance(content, Path)]
-    return dataclasses.replace(
-        plan,
-        tensors=tuple(tensors),
-        files=tuple(files),
-        side=side,
-        digests={name: digest_of(side[name]) for name in copied},
-    )
+    return dataclasses.replace(plan, tensors=tuple(tensors), files=tuple(files), side=side)
 
 
 def make_side_files(plan: FilePlan, inputs: Sequence[Checkpoint], file: PlannedFile) -> SideFiles:

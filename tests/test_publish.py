@@ -1,7 +1,6 @@
 """Whatever happens, inputs are unchanged, the destination is the old model or the new one, and
 nothing else is left."""
 
-import ctypes
 import errno
 import itertools
 import json
@@ -21,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from darelib.output import files, publish
+from darelib.output import publish
 from darelib.output.files import MADE
 from darelib.output.publish import Output
 from tests.scene import BOTH, SLOWLY, Scene, contents, launch, meanwhile, put, stop_after, wait_for
@@ -58,8 +57,7 @@ ERRORS = (errno.ENOSPC, errno.EIO, errno.EINTR)
 
 def fail_each(scene: Scene, call: str, *flags: str, lasting: bool = False) -> Iterator[str]:
     """Merge with the first call failing, or all from it on; then the second, until all succeed."""
-    owner = files if call == "reserve" else os
-    real = getattr(owner, call)
+    real = getattr(os, call)
     for number in itertools.count(1):
         calls = itertools.count(1)
         error = ERRORS[number % len(ERRORS)]
@@ -79,7 +77,7 @@ def fail_each(scene: Scene, call: str, *flags: str, lasting: bool = False) -> It
             return made
 
         with Patch.context() as patch:
-            patch.setattr(owner, call, failing)
+            patch.setattr(os, call, failing)
             if call == "rename":  # which is used only where names cannot be exchanged
                 patch.setattr(publish, "exchange", lambda *_: False)
             scene.run(*flags)
@@ -94,10 +92,10 @@ def count_open_files() -> int:
 
 
 ALWAYS = [
-    *(("file", call, False) for call in ("open", "pwrite", "fsync", "rename", "unlink", "reserve")),
+    *(("file", call, False) for call in ("open", "pwrite", "fsync", "rename", "unlink")),
     *(("directory", "rmdir", False), ("directory", "rename", True)),
 ]
-CASES = itertools.product(("file", "directory"), [*CALLS, "reserve"], (False, True))
+CASES = itertools.product(("file", "directory"), CALLS, (False, True))
 
 
 @pytest.mark.real_fsync
@@ -135,9 +133,7 @@ def test_any_call_to_the_system_may_fail_and_nothing_is_lost(
     "call",
     [
         "open",
-        *map(
-            slow, ("write", "ftruncate", "pwrite", "reserve", "fsync", "rename", "close", "mkdir")
-        ),
+        *map(slow, ("write", "ftruncate", "pwrite", "fsync", "rename", "close", "mkdir")),
     ],
 )
 def test_what_is_done_survives_a_failure_with_resume_and_is_continued_to_the_same_bytes(
@@ -551,7 +547,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize(
     ("found", "kind"),
     [
-        *itertools.product(["by the plan", "by reserving", "by writing"], ["file", "directory"]),
+        *itertools.product(["by the plan", "by writing"], ["file", "directory"]),
         ("by the last file", "directory"),
     ],
 )
@@ -568,8 +564,6 @@ def test_a_full_disk_is_an_error_that_changes_nothing(
     if found != "by the plan":
         room = shutil._ntuple_diskusage(10**9, 0, 10**9)
         monkeypatch.setattr(shutil, "disk_usage", lambda _: room)
-    if found == "by writing":
-        monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
     before = snapshot(small_disk)
     for _ in range(2):
         assert scene.run("-o", str(output)) == 1

@@ -4,18 +4,17 @@ any place and synced meanwhile.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import itertools
 import json
 import os
 import stat
-import sys
 import tempfile
 import threading
 import time
 import zlib
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -33,10 +32,6 @@ MADE: Final = "output"
 JOURNAL_FILE: Final = "journal"
 LOCK_FILE: Final = "lock"
 LOCK_WORDS: Final = "dare is merging here: process"
-# How much is reserved at a time, and the rate, in bytes a second, below which a system does it by
-# writing zeros.
-RESERVED_BYTES: Final = 1 << 26
-ZEROS_PER_SECOND: Final = 8e9
 # How systems say that a directory cannot be synced at all, or not even opened.
 NO_SYNC: Final = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 NO_OPEN: Final = (*NO_SYNC, errno.EACCES, errno.EISDIR)
@@ -129,7 +124,6 @@ class Lock:
         self.close()
 
     def close(self) -> None:
-        """Unlock, and leave the rest as it is."""
         descriptor = self.descriptor
         self.descriptor = -1
         with suppress(OSError):  # as where none is open
@@ -164,7 +158,6 @@ def find_owner(folder: Path) -> int:
 
 
 def explain_foreign(folder: Path, why: str = "exists and was not made by this tool") -> DareError:
-    """Where an output is to be made, there is something of the same name."""
     return DareError(f"{str(folder)!r} {why}", "move it elsewhere, or give another output")
 
 
@@ -279,10 +272,9 @@ class Files:
         self._dirty: set[int] = set()  # descriptors of files with bytes that are not synced
         self._written: list[Any] = []  # what is not in the journal yet
         self._recorded = time.monotonic()  # when something last was
-        self._error: OSError | None = None  # of the background: the system reports it only once
         self._mutex = threading.Lock()
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._background: Future[None] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -313,7 +305,7 @@ class Files:
                 journal.path.unlink(missing_ok=True)
         for number, file in enumerate(self.files):
             if file.name in lost:
-                reserve(self.descriptors[number], file.size)
+                os.ftruncate(self.descriptors[number], file.size)
             # Who made a file that is there may have come no further than its size.
             with open_regular(self.paths[number]) as made:
                 if made.read(len(file.header)) != file.header:
@@ -323,7 +315,7 @@ class Files:
         if self.journal.identity is None:
             self.journal.path.unlink(missing_ok=True)
             self.journal.begin(identity, self.files)
-        self._thread.start()
+        self._background = ThreadPoolExecutor(1).submit(self._run)
 
     def _check_still_ours(self) -> None:
         """Refuse to go on in a folder that somebody removed: another merge may have begun there."""
@@ -349,17 +341,14 @@ class Files:
 
     def note(self, entry: Any) -> None:
         """Remember that something is written; once it is on the disk, it goes to the journal."""
-        if self._error is not None:
-            raise self._error
+        if self._background and self._background.done():
+            self._background.result()  # which failed: the system reports an error only once
         with self._mutex:
             self._written.append(entry)
 
     def _run(self) -> None:
-        try:
-            while not self._stopped.wait(TUNING.flush_seconds):
-                self._flush(time.monotonic() - self._recorded > TUNING.journal_seconds)
-        except OSError as error:
-            self._error = error
+        while not self._stopped.wait(TUNING.flush_seconds):
+            self._flush(time.monotonic() - self._recorded > TUNING.journal_seconds)
 
     def _flush(self, record: bool) -> None:
         """Send what is written to the disk. record: and then say so in the journal."""
@@ -378,10 +367,8 @@ class Files:
     def _stop(self, record: bool) -> None:
         """Stop the background, and raise what failed there. record: flush for the last time."""
         self._stopped.set()
-        if self._thread.is_alive():
-            self._thread.join()
-        if self._error is not None:
-            raise self._error
+        if self._background:
+            self._background.result()
         if record:
             self._flush(record)
 
@@ -393,25 +380,6 @@ class Files:
         while self.descriptors:
             with suppress(OSError):
                 os.close(self.descriptors.pop())
-
-
-def reserve(descriptor: int, size: int) -> None:
-    """Make a file as long as it will be and, where the system can, reserve its space on the disk.
-
-    A disk does that at once. Where it takes as long as writing zeros (on tmpfs it is just that),
-    the rest is skipped.
-    """
-    libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
-    allocate: Any = getattr(libc, "fallocate", None)
-    for start in range(0, size if allocate else 0, RESERVED_BYTES):
-        count = min(RESERVED_BYTES, size - start)
-        began = time.perf_counter()
-        failed = allocate(descriptor, 0, ctypes.c_int64(start), ctypes.c_int64(count))
-        if failed and ctypes.get_errno() == errno.ENOSPC:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        if failed or time.perf_counter() - began > count / ZEROS_PER_SECOND:
-            break
-    os.ftruncate(descriptor, size)
 
 
 def sync_directory(path: Path) -> None:

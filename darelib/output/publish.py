@@ -5,10 +5,9 @@ this for directories.
 """
 
 import ctypes
-import io
 import os
 import secrets
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -155,8 +154,8 @@ class Output(Files):
     def write_file(self, name: str, content: bytes | Path) -> None:
         """A small file of a model directory: of this content, or a copy of that file."""
         os.makedirs((self.made / name).parent, exist_ok=True)
-        with closing(read_pieces(content)) as pieces:
-            write_synced(self.made / name, os.O_TRUNC, pieces)
+        pieces = read_pieces(content) if isinstance(content, Path) else [content]
+        write_synced(self.made / name, os.O_TRUNC, pieces)
         if isinstance(content, Path):
             limit_mode(self.made / name, content)
 
@@ -240,8 +239,7 @@ def share_folder(destination: Destination, identity: dict[str, Any]) -> Iterator
 
 
 def name_journal() -> str:
-    """That of a process beside others."""
-    return f"{JOURNAL_FILE}-{secrets.token_hex(8)}"
+    return f"{JOURNAL_FILE}-{secrets.token_hex(8)}"  # of a process beside others
 
 
 @contextmanager
@@ -258,15 +256,14 @@ def explain_write_errors(destination: Destination, resume: bool) -> Iterator[Non
         ) from None
 
 
-def read_pieces(content: bytes | Path) -> Generator[bytes]:
-    """What is to be written: these bytes, or what a file holds, a piece at a time."""
+def read_pieces(path: Path) -> Iterator[bytes]:
     try:
-        with io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as file:
+        with path.open("rb") as file:
             while piece := file.read(1 << 20):
                 yield piece
     except OSError as error:
         raise InputChanged(
-            f"cannot read {str(content)!r} any more: {error.strerror}", "merge again"
+            f"cannot read {str(path)!r} any more: {error.strerror}", "merge again"
         ) from None
 
 

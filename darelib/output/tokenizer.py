@@ -24,7 +24,7 @@ from darelib.models.source import (
     recorded_name,
 )
 from darelib.models.templates import TEMPLATES
-from darelib.models.tensorfile import explain_os_error, open_regular, read_json
+from darelib.models.tensorfile import open_regular, read_json
 from darelib.models.vocabulary import (
     ADDED_START,
     ADDED_TABLE,
@@ -191,25 +191,15 @@ def choose_tokenizer(tokenizer: Source | None, template: Source | None) -> Token
     text: Any = None
     speaker: Owner | None = None
     if source := sources.get("chat_template"):
-        text = read_template(source)
         home = find_folder(source)
         speaker = Owner(source.name, home) if home else None
+        text = find_template(home) if home else read_text(source.path)
+        if text is None:
+            raise DareError(f"there is no chat template in {source.name!r}", TEMPLATE_HINT)
     elif template and template.name != BASE:
         text = settings["chat_template"] = TEMPLATES.get(template.name, template.name)
     paths = tuple((source.name, source.path) for source in sources.values())
     return TokenizerChoice(name, folder, text, speaker, settings, paths)
-
-
-def read_template(source: Source) -> Any:
-    """The chat template of a model, or in a file."""
-    try:
-        folder = find_folder(source)
-        template = find_template(folder) if folder else read_text(source.path)
-    except OSError as error:
-        raise explain_os_error(error, source.name, "give a model or a text") from None
-    if template is None:
-        raise DareError(f"there is no chat template in {source.name!r}", TEMPLATE_HINT)
-    return template
 
 
 def find_folder(source: Source) -> Path | None:
@@ -254,18 +244,15 @@ def find_template(folder: Path | None) -> Any:
 
 
 def read_text(path: Path) -> str:
-    with open_regular(path) as file:
-        data = file.read(MAX_TEMPLATE + 1)
-    if len(data) > MAX_TEMPLATE:
-        raise DareError(
-            f"the chat template {str(path)!r} is longer than {MAX_TEMPLATE:,} bytes",
-            "choose another",
-        )
     try:
+        with open_regular(path) as file:
+            data = file.read(MAX_TEMPLATE + 1)
+        if len(data) > MAX_TEMPLATE:
+            raise ValueError(f"it is longer than {MAX_TEMPLATE:,} bytes")
         return data.decode()
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise DareError(
-            f"the chat template {str(path)!r} is not UTF-8 text: {error}", "save it as UTF-8"
+            f"cannot read the chat template {str(path)!r}: {error}", "choose another, in UTF-8"
         ) from None
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any, Final
 
-from darelib import __version__
 from darelib.config import DareConfig
 from darelib.core.interrupts import Interrupts
 from darelib.core.text import ConfigError, DareError, install_hint, progress
@@ -45,7 +44,6 @@ class Task:
     tokenizer: TokenizerChoice
     output: Destination
     identity: dict[str, Any]  # that it must find
-    version: str = __version__
 
 
 def run(order: Order) -> tuple[FilePlan, list[Outcome]]:
@@ -164,11 +162,9 @@ def run_tasks(
         cause = getattr(error, "cause", error)
         if not isinstance(cause, ray.exceptions.RayError):
             raise cause from None  # of the task itself
-        if "No module named 'darelib'" in str(cause):
-            raise DareError("a node of the cluster lacks this tool", "install it on each") from None
         raise DareError(
             f"Ray cannot finish the merge: {shorten(str(cause), 200)}",
-            "--resume keeps what is done, and continues",
+            "install this tool on each node; --resume keeps what is done, and continues",
         ) from None
 
 
@@ -192,11 +188,6 @@ def open_like(task: Task) -> dict[str, Any]:
     it.
     """
     host = socket.gethostname()
-    if task.version != __version__:
-        raise DareError(
-            f"{host} has version {__version__} of this tool, not {task.version}",
-            "install the same one",
-        )
     raise_open_file_limit()
     with ExitStack() as opened:
         try:
@@ -211,6 +202,7 @@ def open_like(task: Task) -> dict[str, Any]:
         if difference := explain_difference(task.identity, plan.identity(inputs)):
             raise DareError(
                 f"{host} sees another merge than the machine that started it: {difference}",
-                "all nodes must see the same files by the same paths, and nobody may change them",
+                "all nodes need the same version of this tool and must see the same files by the "
+                "same paths, and nobody may change them",
             )
         return {"inputs": inputs, "plan": plan, "open": opened.pop_all()}

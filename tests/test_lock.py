@@ -3,8 +3,6 @@
 import itertools
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +11,9 @@ from unittest.mock import Mock
 import pytest
 
 from dare import DareError
-from darelib.output import publish
 from darelib.output.publish import Output
 from tests.scene import BOTH, SLOWLY, Scene, contents, launch, meanwhile, put, wait_for
-from tests.support import HERE, POSIX, Patch, make_merger, slow, snapshot
+from tests.support import POSIX, Patch, make_merger, slow, snapshot
 
 
 @BOTH
@@ -41,30 +38,10 @@ def test_space_that_an_unfinished_merge_takes_is_space_for_the_next(
 ) -> None:
     scene = Scene(tmp_path, "file")
     scene.interrupt(3)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 0))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, 10**4))
     other = scene.output.with_name("other.safetensors")
-    scene.check("-o", str(other), status=1, words="has 0 B free", left=[scene.partial])
+    scene.check("-o", str(other), status=1, words="has 10 kB free", left=[scene.partial])
     scene.check("--resume")
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_report_that_cannot_be_printed_does_not_undo_the_merge(
-    models: list[Path], tmp_path: Path
-) -> None:
-    words = [
-        sys.executable,
-        HERE / "dare.py",
-        "-b",
-        models[0],
-        "-m",
-        models[1],
-        "-o",
-        tmp_path / "out.safetensors",
-    ]
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
-    assert (done.returncode, "cannot print what was done" in done.stderr) == (0, True)
-    assert (tmp_path / "out.safetensors").exists()
 
 
 @POSIX
@@ -174,38 +151,6 @@ def test_a_disk_that_gives_all_files_to_another_user_is_no_obstacle(
 
 
 @POSIX
-@pytest.mark.parametrize("words", ["another user", "other users"])
-def test_a_folder_that_is_refused_stays_even_if_it_is_empty(
-    tmp_path: Path, monkeypatch: Patch, words: str
-) -> None:
-    scene = Scene(tmp_path, "directory")
-    scene.partial.mkdir()
-    UNSAFE[words](scene.partial, monkeypatch)
-    assert scene.run() == 1
-    assert words in scene.printed
-    assert scene.partial.exists()
-
-
-@POSIX
-def test_what_another_user_is_making_beside_it_is_no_obstacle(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
-    scene = Scene(tmp_path, "directory")
-    closed = scene.partial.with_name(f"{scene.partial.name}.0123abcd")
-    closed.mkdir()
-    look = os.stat
-
-    def stat(path: Any, **how: Any) -> os.stat_result:
-        if str(path).startswith(f"{closed}/"):  # which root could read
-            raise PermissionError(13, "Permission denied", str(path))
-        return look(path, **how)
-
-    monkeypatch.setattr(os, "stat", stat)
-    assert scene.run() == 0, scene.printed
-    assert closed.exists()
-
-
-@POSIX
 @pytest.mark.parametrize("flags", [[], ["--resume"]], ids=str)
 def test_what_an_unfinished_merge_left_is_never_written_through_a_link(
     tmp_path: Path, monkeypatch: Patch, flags: list[str]
@@ -232,20 +177,6 @@ def test_an_output_that_is_a_link_to_nothing_is_refused(tmp_path: Path, kind: st
         assert scene.run(*flags) == 1
         assert str(tmp_path / "nothing") in scene.printed
         assert [*scene.besides(), *tmp_path.glob("nothing*")] == []
-
-
-@pytest.mark.parametrize("name", ["replaced", "lock", "journal", "output"])
-def test_an_output_may_have_any_name_that_this_tool_uses_itself(
-    tmp_path: Path, monkeypatch: Patch, name: str
-) -> None:
-    scene = Scene(tmp_path, "directory", old=False, name=name)
-    scene.interrupt(4)
-    assert scene.fail() == 1
-    assert contents(scene.output) == {}, "half a model got its name"
-    for flags in ([], ["--seed", "7"], []):
-        assert scene.run("--force", *flags) == 0, scene.printed
-        monkeypatch.setattr(publish, "exchange", lambda *_: False)
-    assert scene.broken() == []
 
 
 CHANGES: dict[str, Callable[[Path], object]] = {

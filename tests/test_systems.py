@@ -2,11 +2,8 @@
 
 import ctypes
 import errno
-import json
 import os
 import stat
-import struct
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,12 +14,11 @@ import dare
 from darelib.core.tuning import count_cores
 from darelib.output import publish
 from darelib.output.files import LOCK_WORDS, MADE
-from tests.scene import BOTH, Scene, contents, launch, put
+from tests.scene import Scene, contents, launch, put
 from tests.support import (
     BF16,
     POSIX,
     Patch,
-    command,
     random_model,
     run,
     run_merge,
@@ -105,23 +101,6 @@ def test_new_files_have_the_permissions_that_the_user_gives_new_files(tmp_path: 
         os.umask(before)
     for path in [*outputs, *outputs[1].rglob("*")]:
         assert path.stat().st_mode & 0o777 == (0o750 if path.is_dir() else 0o640), path
-
-
-@BOTH
-def test_a_link_as_output_is_resumed_and_refused_and_replaced_where_it_leads(
-    tmp_path: Path, kind: str
-) -> None:
-    scene = Scene(tmp_path, kind)
-    link = tmp_path / f"latest{scene.output.suffix}"
-    link.symlink_to(scene.output)
-    scene.arguments += ["-o", str(link)]
-    scene.interrupt(5)
-    assert scene.fail() == 1
-    assert scene.broken() == []
-    scene.interrupt(5)
-    scene.check("--resume")
-    assert (link.is_symlink(), dare.main(["verify", str(link), "-q", *scene.models])) == (True, 0)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["inputs", link.name, "place"]
 
 
 ODD_NAMES = [
@@ -208,34 +187,6 @@ def test_the_command_opens_more_files_than_usual_and_a_script_is_asked_to_allow_
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 200
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="needs a limit of addresses that binds")
-@pytest.mark.parametrize(
-    "flags", [[], ["--method", "ties", "--keep-ratio", "0.5"], ["verify"]], ids=str
-)
-def test_a_model_larger_than_the_memory_merges(tmp_path: Path, flags: list[str]) -> None:
-    import resource
-
-    size = 350 << 20
-    entry = {"dtype": "BF16", "shape": [size // 2]}
-    entries = {f"t{k}": entry | {"data_offsets": [k * size, (k + 1) * size]} for k in (0, 1)}
-    header = json.dumps(entries).encode()
-    for name in ("base", "math"):
-        (tmp_path / f"{name}.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
-        os.truncate(tmp_path / f"{name}.safetensors", 8 + len(header) + 2 * size)
-    merge = ["-q", "-b", "base.safetensors", "-m", "math.safetensors", "-o", "out.safetensors"]
-    for words in (
-        [merge, ["verify", "out.safetensors"]] if flags == ["verify"] else [[*merge, *flags]]
-    ):
-        limit = (resource.RLIMIT_AS, (512 << 20, 512 << 20))
-        done = command(
-            *words, cwd=tmp_path, preexec_fn=lambda limit=limit: resource.setrlimit(*limit)
-        )
-        assert done.returncode == 0, done.stderr
-    assert (tmp_path / "out.safetensors").stat().st_size > 2 * size + 8 + len(header)
-    (tmp_path / "out.safetensors").unlink()
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import os
 import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from tests.support import (
     Capture,
     Config,
     Models,
-    Patch,
     Refusal,
     Tensors,
     assert_same,
@@ -148,7 +146,7 @@ def test_models_of_other_types_and_heads_that_are_tied_unite_too(family: Models)
     base, wide, tool = map(tensors_in, family)
     wide = {name: tensor.float() for name, tensor in wide.items() if name != HEAD}
     save_directory(family[1], wide)
-    output, merged = merge(family, drop_rate=0.0, weights=[1.0, 0.0])
+    output, merged = merge(family, drop_rate=0.0, weights=[1.0, 0.0], engine="plain")
     numbers = numbers_of(output)
     for name in (EMBEDDING, HEAD):
         common = base[name][3] + (wide[EMBEDDING][3] - base[name][3])
@@ -163,23 +161,13 @@ def test_room_that_the_base_has_is_used_and_other_rows_stay_where_they_are(tmp_p
     names = {"base": {}, "chat": {"<a>": 8}, "tool": {"<b>": 8}}
     models = [write_model(tmp_path / n, 16, added, 1, F32) for n, added in names.items()]
     family = [tmp_path / name for name in names]
-    output, merged = merge(family, drop_rate=0.0)
+    output, merged = merge(family, drop_rate=0.0, engine="plain")
     assert [numbers_of(output)[token] for token in ("<a>", "<b>")] == [8, 9]
     assert read_json(output / "config.json")["vocab_size"] == 16
     rows = [model[EMBEDDING][8] for model in models[1:]]
     assert same_bits(merged[EMBEDDING][8:10], torch.stack(rows))
-    _, merged = merge(family[:2], drop_rate=0.0)
+    _, merged = merge(family[:2], drop_rate=0.0, engine="plain")
     assert same_bits(merged[EMBEDDING][[3, 13, 15]], models[1][EMBEDDING][[3, 13, 15]])
-
-
-def test_a_union_is_verified_resumed_and_made_again_by_its_recipe(
-    family: Models, tmp_path: Path
-) -> None:
-    flags = ["-q", "-b", family[0], "-m", *family[1:], "-o", tmp_path / "out"]
-    run(*flags, "--tokenizer", "union", "--resume")
-    run("verify", "-q", tmp_path / "out")
-    run("-q", "-c", tmp_path / "out", "-o", tmp_path / "again")
-    assert contents(tmp_path / "out") == contents(tmp_path / "again")
 
 
 def test_special_tokens_follow_and_other_vocabularies_of_a_configuration_stay(
@@ -284,53 +272,12 @@ def test_with_the_tokenizer_of_an_input_rows_follow_its_tokens(
     refused(1, "its tokenizer_sha256 is", "verify", tmp_path / "out")
 
 
-@pytest.mark.parametrize("owner", ["base", "chat"])
-def test_mergekits_tokenizer_source_moves_rows_too(
-    family: Models, tmp_path: Path, owner: str, monkeypatch: Patch
-) -> None:
-    """Also where a folder has the name of a word, and as TOML."""
-    monkeypatch.chdir(tmp_path)
-    Path("m.yaml").write_text(
-        "merge_method: task_arithmetic\nbase_model: base\nparameters: {weight: 0.5}\n"
-        f"models: [{{model: chat}}, {{model: tool}}]\ntokenizer_source: {owner}\n"
-    )
-    run("-c", "m.yaml", "-o", "yaml", "-q", "--engine", "plain")
-    run("-c", "m.yaml", "--write-config", "m.toml", "-q")
-    run("-c", "m.toml", "-o", "toml", "-q", "--engine", "plain")
-    models = ("-b", "base", "-m", "chat", "tool", "--drop-rate", 0, "--tokenizer", f"./{owner}")
-    run(*models, "-o", "flags", "-q", "--engine", "plain")
-    for name in ("toml", "flags"):
-        assert_same(tensors_in(Path("yaml")), tensors_in(Path(name)))
-    assert len(tensors_in(Path("yaml"))[HEAD]) == len(numbers_of(Path(owner)))
-
-
 def test_unigram_vocabularies_are_read(family: Models) -> None:
     model = {"type": "Unigram", "unk_id": 0, "vocab": [[token, -1.5] for token in TRAINED]}
     for path in (folder / "tokenizer.json" for folder in family):
         path.write_text(json.dumps(read_json(path) | {"model": model}))
     output, _ = merge(family)
     assert read_json(output / "tokenizer.json")["added_tokens"][-1]["id"] == 12
-
-
-def test_a_tokenizer_that_changed_is_another_input(
-    family: Models, tmp_path: Path, capsys: Capture, refused: Refusal
-) -> None:
-    """In a union it decides which rows are merged.
-
-    So neither a recipe nor a resumed merge may take another one.
-    """
-    out = tmp_path / "out"
-    flags = ["-q", "-b", family[0], "-m", *family[1:], "-o", out, "--tokenizer", "union"]
-    run(*flags)
-    resumed = [*flags, "--resume", "-o", tmp_path / "other"]
-    with Patch.context() as patch:
-        patch.setattr("darelib.output.publish.Output.publish", Mock(side_effect=KeyboardInterrupt))
-        run(*resumed, status=130)
-    write_tokenizer(family[2], {"</s>": 8, "<s>": 9, "<c>": 10, "<b>": 11})
-    for arguments in (["-c", out, "-o", tmp_path / "again"], ["verify", out]):
-        refused(1, "tokenizer_sha256", *arguments)
-    run(*resumed, status=1)
-    assert "is another one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from tests.scene import contents
 from tests.support import (
     BF16,
     F32,
-    LLAMA,
     Capture,
     Config,
     Models,
+    Patch,
     Refusal,
     Tensors,
     assert_same,
@@ -312,23 +312,6 @@ def test_what_is_no_json_is_not_published(
         assert str(path) in printed
 
 
-def test_templates_of_any_form_are_kept(family: Models, tmp_path: Path) -> None:
-    base, _, tool = family
-    out = tmp_path / "out"
-    several = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": "tools"}]
-    (base / "tokenizer_config.json").unlink()
-    write_tokenizer(tool, BASE, {"chat_template": several})
-    flags = ["-q", "-b", base, "-m", tool, "-o", out, "--force"]
-    run(*flags)
-    assert template_of(out) == several
-    (base / "chat_template.json").write_text(json.dumps({"chat_template": "of a processor"}))
-    run(*flags)
-    assert (out / "chat_template.json").exists()
-    (tool / "tokenizer_config.json").unlink()
-    run(*flags, "--tokenizer", tool)
-    assert template_of(out) == "of a processor", "the base's, where it has none"
-
-
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 def test_pipes_are_not_waited_for(family: Models, tmp_path: Path, refused: Refusal) -> None:
     pipe = tmp_path / "pipe.jinja"
@@ -338,7 +321,52 @@ def test_pipes_are_not_waited_for(family: Models, tmp_path: Path, refused: Refus
     run("convert", pipe, tmp_path / "x.safetensors", status=1)
 
 
-TEMPLATE = "{% for m in messages %}<a>{{ m }}<b>{% endfor %}"
+TEMPLATE = "{% for m in messages %}{{ m }}{% endfor %}"
+SEVERAL = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": "tools"}]
+
+
+def write_template(template: Any) -> str:
+    """A JSON file of a model that has this chat template."""
+    return json.dumps({"chat_template": template})
+
+
+@pytest.mark.parametrize(
+    ("files", "flags", "expected"),
+    [
+        ({}, "", None),
+        ({"tool/tokenizer_config.json": write_template(TEMPLATE)}, "", TEMPLATE),
+        ({"tool/tokenizer_config.json": write_template(SEVERAL)}, "", SEVERAL),
+        ({"tool/chat_template.json": write_template("of a processor")}, "", "of a processor"),
+        ({"tool/chat_template.jinja": "tool", "chat/chat_template.jinja": "first"}, "", "first"),
+        ({"tool/chat_template.jinja": "tool", "base/chat_template.jinja": "base"}, "", "base"),
+        (
+            {"tool/chat_template.jinja": "tool", "base/chat_template.jinja": "base"},
+            "--chat-template tool",
+            "tool",
+        ),
+        ({"base/chat_template.jinja": "base"}, "--tokenizer tool", "base"),
+        ({"own.jinja": "own"}, "--chat-template own.jinja", "own"),
+    ],
+)
+def test_the_chat_template_is_the_base_s_or_that_of_the_first_model_that_has_one(
+    family: Models,
+    tmp_path: Path,
+    monkeypatch: Patch,
+    capsys: Capture,
+    files: dict[str, str],
+    flags: str,
+    expected: Any,
+) -> None:
+    """Unless one is chosen."""
+    monkeypatch.chdir(tmp_path)
+    for name, text in files.items():
+        Path(name).write_text(text)
+    words = ["-b", "base", "-m", "chat", "tool", "-o", "out", "--mismatch", "overlap"]
+    run(*words, "--engine", "plain", *flags.split())
+    assert template_of(tmp_path / "out") == expected
+    is_said = "the chat template is that of" in capsys.readouterr().err
+    is_chosen = "--chat-template" in flags or (expected in (None, "base") and not flags)
+    assert is_said == (not is_chosen)
 
 
 def template_of(folder: Path) -> Any:
@@ -346,35 +374,6 @@ def template_of(folder: Path) -> Any:
     if (folder / "chat_template.jinja").exists():
         return (folder / "chat_template.jinja").read_text()
     return read_json(folder / "tokenizer_config.json").get("chat_template")
-
-
-def test_the_chat_template_is_the_base_s_or_that_of_the_first_model_that_has_one(
-    family: Models, tmp_path: Path, capsys: Capture
-) -> None:
-    base, chat, tool = family
-    out = tmp_path / "out"
-
-    def check(expected: str | None, *more: Any) -> None:
-        words = ["-b", base, "-m", chat, tool, "-o", out, "--mismatch", "overlap"]
-        run(*words, "--force", *more)
-        assert template_of(out) == expected
-
-    check(None)
-    write_tokenizer(tool, BASE, {"chat_template": TEMPLATE})
-    capsys.readouterr()
-    check(TEMPLATE)
-    assert f"the chat template is that of {tool}" in capsys.readouterr().err
-    (chat / "chat_template.jinja").write_text("first")
-    check("first")
-    check(TEMPLATE, "--chat-template", tool)
-    (tmp_path / "own.jinja").write_text("own")
-    check("own", "--chat-template", tmp_path / "own.jinja")
-    own = ["--chat-template", tmp_path / "own.jinja"]  # a recipe names no file but its inputs
-    run("-q", "-c", out, "-o", tmp_path / "again", *own)
-    assert template_of(tmp_path / "again") == "own"
-    (base / "chat_template.jinja").write_text("base")
-    check("base")
-    check(TEMPLATE, "--chat-template", tool)
 
 
 @pytest.mark.parametrize(
@@ -385,15 +384,22 @@ def test_the_chat_template_is_the_base_s_or_that_of_the_first_model_that_has_one
         ("out", "binary.jinja", 1),
         ("out.safetensors", "chat/tokenizer.json", 1),
         ("out.safetensors", "own.jinja", 2),
+        ("out", "union", 2),
     ],
 )
 def test_chat_templates_that_are_not_there_are_refused(
-    family: Models, tmp_path: Path, refused: Refusal, output: str, given: str, status: int
+    family: Models,
+    tmp_path: Path,
+    monkeypatch: Patch,
+    refused: Refusal,
+    output: str,
+    given: str,
+    status: int,
 ) -> None:
-    (tmp_path / "binary.jinja").write_bytes(b"\xff\xfe")
-    (tmp_path / "own.jinja").write_text("own")
-    flags = ["-b", family[0], "-m", family[2], "-o", tmp_path / output, "--chat-template"]
-    refused(status, "chat_template" if status == 2 else given, *flags, tmp_path / given)
+    monkeypatch.chdir(tmp_path)
+    Path("binary.jinja").write_bytes(b"\xff\xfe")
+    Path("own.jinja").write_text("own")
+    refused(status, "template", "-b", "base", "-m", "tool", "-o", output, "--chat-template", given)
 
 
 def test_half_a_surrogate_pair_is_refused(family: Models, tmp_path: Path, refused: Refusal) -> None:
@@ -403,35 +409,6 @@ def test_half_a_surrogate_pair_is_refused(family: Models, tmp_path: Path, refuse
     write_tokenizer(family[2], BASE, {"chat_template": "{{ \udc00 }}"})
     flags[3] = family[2]
     refused(1, "tokenizer_config.json' of the output is no JSON", *flags)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tied", [True, False])
-def test_transformers_loads_a_union_whose_tokens_and_rows_agree(tmp_path: Path, tied: bool) -> None:
-    transformers = pytest.importorskip("transformers")
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    settings = LLAMA | {"vocab_size": 10, "tie_word_embeddings": tied}
-    tokens = {"base": {"<s>": 8}, "chat": {"<s>": 8, "<a>": 9}, "tool": {"<b>": 8, "<s>": 9}}
-    family = [tmp_path / name for name in tokens]
-    for seed, folder in enumerate(family):
-        torch.manual_seed(seed)
-        config = transformers.LlamaConfig(**settings)
-        transformers.LlamaForCausalLM(config).to(BF16).save_pretrained(folder)
-        template = {"chat_template": TEMPLATE} if folder.name == "chat" else {}
-        write_tokenizer(folder, tokens[folder.name], template)
-    output, _ = merge(family, drop_rate=0.5)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(output)
-    model = load(output, dtype=BF16)
-    assert len(tokenizer) == model.get_input_embeddings().weight.shape[0] == 11
-    assert model.config.vocab_size == 11
-    assert tokenizer.chat_template == TEMPLATE
-    for token, folder, row in (("<a>", family[1], 9), ("<b>", family[2], 8)):
-        [number] = tokenizer.encode(token, add_special_tokens=False)
-        theirs = load(folder, dtype=BF16)
-        for part in ("get_input_embeddings", "get_output_embeddings"):
-            mine, other = (getattr(each, part)().weight.detach() for each in (model, theirs))
-            assert same_bits(mine[number], other[row])
-    assert model(input_ids=torch.tensor([tokenizer.encode("t1 <a> t2 <b>")])).logits.shape[-1] == 11
 
 
 # --- how an output begins and ends texts ----------------------------------------------------------
@@ -547,8 +524,3 @@ def test_words_of_a_template_that_are_no_special_tokens_are_no_obstacle(
     write_speaker(speakers[1], 1, BASE, "</s>", template)
     run("-q", "-b", speakers[0], "-m", *speakers[1:], "-o", tmp_path / "out")
     assert template_of(tmp_path / "out") == template
-
-
-def test_chat_templates_have_no_union(family: Models, tmp_path: Path, refused: Refusal) -> None:
-    flags = ["-b", family[0], "-m", family[2], "-o", tmp_path / "out", "--chat-template", "union"]
-    refused(2, "union", *flags)

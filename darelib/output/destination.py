@@ -43,8 +43,6 @@ FILE_SUFFIXES: Final = (".st", ".sft", ".gguf", ".json", ".toml", *PICKLE_SUFFIX
 
 @dataclass(frozen=True)
 class Destination:
-    """Where a merged model goes: a file, or a model directory."""
-
     name: str  # as the user has it
     path: Path  # with links followed
     directory: bool

@@ -292,7 +292,6 @@ def seal(recipe: bytes) -> bytes:
 
 
 def check_seal(folder: Path) -> None:
-    """Refuse a directory whose recipe is missing or damaged."""
     path = folder / RECIPE_FILE
     try:
         with open_regular(path) as file:
@@ -330,8 +329,6 @@ def add_recipe(
 
 @dataclass(frozen=True)
 class CardKind:
-    """What a card says of the kind of an output."""
-
     relation: str = "merge"  # to the base
     library: str = "transformers"
     tags: tuple[str, ...] = ()
@@ -393,7 +390,6 @@ def describe_drops(used: Sequence[Thinning]) -> str:
 
 
 def card_name(source: Source) -> str:
-    """What a card calls a model, or the layers that it is made of."""
     names = {part: show_name(name) for part, name in name_parts(source).items()}
     slices = [f"{names[each.source]}[{each.start}:{each.stop}]" for each in source.slices]
     return " + ".join(slices) or names[source]

@@ -53,7 +53,6 @@ class Lock:
         self.path = folder / LOCK_FILE
         self.new_parents: list[Path] = []  # that were made for it, the deepest first
         self.descriptor = -1
-        self.is_ours = False  # the folder
         try:
             while not self._lock(destination, shared):
                 self.close()
@@ -72,7 +71,6 @@ class Lock:
                 os.mkdir(self.folder, PRIVATE)
             except FileExistsError:
                 check_ours(self.folder)
-            self.is_ours = True
             self.descriptor = open_own(self.path, os.O_RDWR, 0o600)
             if try_lock(self.descriptor, shared):
                 return os.path.samestat(os.fstat(self.descriptor), os.stat(self.path))
@@ -116,10 +114,8 @@ class Lock:
                     remove(path)
                 if not self.leftovers():  # the lock marks what could not be removed as ours
                     self.path.unlink(missing_ok=True)
-            if self.is_ours:
-                os.rmdir(self.folder)
-        for path in self.new_parents:
-            with suppress(OSError):  # with an output in it, it stays
+        for path in (self.folder, *self.new_parents):
+            with suppress(OSError):  # with something in it, it stays
                 os.rmdir(path)
         self.close()
 

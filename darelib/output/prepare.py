@@ -66,8 +66,6 @@ from darelib.plan.tensors import TensorPlan, assign_offsets
 
 @dataclass(frozen=True)
 class FilePlan(MergePlan):
-    """A merge into one file or a model directory."""
-
     output: Destination = dataclasses.field(kw_only=True)
     tokenizer: TokenizerChoice = dataclasses.field(kw_only=True)
     recipe: str = dataclasses.field(kw_only=True)  # in each file of tensors

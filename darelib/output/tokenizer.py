@@ -84,7 +84,6 @@ class Owner:
 
     @cached_property
     def special(self) -> set[str]:
-        """The special tokens that were added to its tokenizer."""
         added = self.vocabulary.added if self.vocabulary else ()
         return {token_text(entry) for entry in added if entry.get("special")} - {""}
 
@@ -154,8 +153,6 @@ class Voice:
 
 @dataclass(frozen=True)
 class TokenizerChoice:
-    """Where an output's tokenizer and chat template come from."""
-
     name: str = BASE  # base, union, or a model
     folder: Path | None = None  # of that model
     template: Any = None  # None: the base's or, where it has none, the first that a model has
@@ -168,9 +165,9 @@ class TokenizerChoice:
         return Source(self.name, self.folder or Path(self.name))
 
 
-def choose_tokenizer(tokenizer: Source | None, template: Source | None) -> TokenizerChoice:
-    name = tokenizer.name if tokenizer else BASE
-    if tokenizer and tokenizer.is_word and name not in (BASE, UNION):
+def choose_tokenizer(tokenizer: Source, template: Source | None) -> TokenizerChoice:
+    name = tokenizer.name
+    if tokenizer.is_word and name not in (BASE, UNION):
         raise DareError(f"there is no tokenizer {name!r}", TOKENIZER_HINT)
     if template and template.name == UNION:
         raise ConfigError("chat templates have no union", TEMPLATE_HINT)

@@ -28,7 +28,6 @@ def check_runner(runner: str = "threads", part: Any = None, ray_address: str | N
 
 
 def load_memory() -> ModuleType:
-    """The room for tensors in memory, which needs torch."""
     try:
         from darelib.run import memory
     except ModuleNotFoundError:

@@ -81,7 +81,6 @@ def check_related(
 
 
 def explain_copied(model: str, names: Sequence[str]) -> str:
-    """What to say of a model that differs where the base is copied."""
     return (
         f"{model} differs from the base in tensors that are copied, not merged: {list_names(names)}"
     )

@@ -43,8 +43,6 @@ def as_floats(row: Bytes, dtype: str, count: int) -> NDArray[Any]:
 
 
 class Reader:
-    """Reads chunks of tensors of one plan."""
-
     def __init__(
         self, plan: MergePlan, inputs: Sequence[Input], kernels: Mapping[KernelSpec, Kernel]
     ) -> None:

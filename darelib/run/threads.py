@@ -21,8 +21,6 @@ from darelib.run.worker import JobWorker
 
 @dataclass(frozen=True)
 class Order:
-    """What a runner is given."""
-
     plan: FilePlan
     inputs: Sequence[Checkpoint]
     interrupts: Interrupts

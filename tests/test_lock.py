@@ -79,23 +79,25 @@ def test_many_merges_to_one_place_at_once_leave_one_complete_model(
         scene.reset()
 
 
+MINE = {"deep/thesis.tex": b"mine"}
+DOORS = {"lock": b"a list of the doors in my house that have one\n"}
+FOREIGN: dict[str, Callable[[Path, Path], object]] = {
+    "file": lambda partial, _: put(partial, {"": b"mine"}),
+    "folder": lambda partial, _: put(partial, MINE),
+    "folder with a lock": lambda partial, _: put(partial, MINE | DOORS),
+    "link to a folder": lambda partial, other: partial.symlink_to(other),
+    "link to nothing": lambda partial, other: partial.symlink_to(other / "nothing"),
+}
+
+
 @BOTH
-@pytest.mark.parametrize(
-    "foreign", ["file", "folder", "folder with a lock", "link to a folder", "link to nothing"]
-)
+@pytest.mark.parametrize("foreign", FOREIGN)
 def test_what_only_happens_to_be_called_partial_is_never_touched(
     tmp_path: Path, kind: str, foreign: str
 ) -> None:
     scene = Scene(tmp_path, kind)
-    place = tmp_path / "elsewhere" if "link" in foreign else scene.partial
-    if foreign == "file":
-        put(place, {"": b"mine"})
-    elif foreign != "link to nothing":
-        put(place, {"deep/thesis.tex": b"mine"})
-    if foreign == "folder with a lock":
-        put(place / "lock", {"": b"a list of the doors in my house that have one\n"})
-    if "link" in foreign:
-        scene.partial.symlink_to(place)
+    put(tmp_path / "elsewhere", MINE)
+    FOREIGN[foreign](scene.partial, tmp_path / "elsewhere")
     before = snapshot(tmp_path)
     for flags in ([], ["--resume"], ["--force"]):
         scene.check(*flags, status=1, words=str(scene.partial), left=[scene.partial])

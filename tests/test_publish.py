@@ -433,50 +433,6 @@ def test_a_signal_stops_a_merge_in_two_seconds_whatever_it_is_doing(
         )
 
 
-# --- a full disk ----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 200 kB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    words = ["mount", "-t", "tmpfs", "-o", "size=200k", "none", place]
-    if shutil.which("mount") is None or subprocess.run(words, capture_output=True).returncode:
-        pytest.skip("needs to mount a disk")
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", place], check=True)
-
-
-@pytest.mark.parametrize(
-    ("found", "kind"),
-    [
-        *itertools.product(["by the plan", "by writing"], ["file", "directory"]),
-        ("by the last file", "directory"),
-    ],
-)
-def test_a_full_disk_is_an_error_that_changes_nothing(
-    tmp_path: Path, small_disk: Path, monkeypatch: Patch, kind: str, found: str
-) -> None:
-    scene = Scene(tmp_path / "scene", kind)
-    output = small_disk / scene.output.name
-    put(output, scene.old)
-    if found == "by the last file":
-        put(scene.inputs / "base" / "tokenizer.model", {"": bytes(200_000)})
-    else:
-        put(small_disk / "other", {"": bytes(shutil.disk_usage(small_disk).free - 12_288)})
-    if found != "by the plan":
-        room = shutil._ntuple_diskusage(10**9, 0, 10**9)
-        monkeypatch.setattr(shutil, "disk_usage", lambda _: room)
-    before = snapshot(small_disk)
-    for _ in range(2):
-        assert scene.run("-o", str(output)) == 1
-        assert ("12.3 kB" if found == "by the plan" else "No space left") in scene.printed
-        assert snapshot(small_disk) == before
-
-
 @POSIX
 @BOTH
 def test_files_that_may_not_grow_are_an_error_that_changes_nothing(
@@ -610,22 +566,15 @@ def test_an_unfinished_merge_of_embeddings_tied_otherwise_is_refused_and_left_al
 
 def damage_journal(journal: bytes) -> list[bytes]:
     """Journals as crashes, disks and editors leave them."""
-    first, *lines = journal.splitlines(keepends=True)
+    _, *lines = journal.splitlines(keepends=True)
     damaged = [
         b"",
-        b"\n",
-        b"00000000\n",
         b"00000000 \n" + journal,
-        journal + b"00000000\n",
         journal + bytes(4096),
         bytes(len(journal)),
-        journal[1:],
         journal[:-1],
         journal + lines[-1][:20],
-        b"".join(lines),
-        b"".join([first, *lines[1:]]),
-        b"".join([first, *lines, lines[0]]),
-        journal.replace(b"\n", b"\r\n"),
+        b"".join([*lines, lines[0]]),
     ]
     for place in random.Random(5).choices(range(len(journal)), k=10):
         flipped = bytes([journal[place] ^ 1 << place % 8])

@@ -110,8 +110,6 @@ class Output(Files):
         target = self.destination.path
         if not old.exists():
             return
-        if target.is_dir() and not os.listdir(target):
-            os.rmdir(target)
         if not target.exists():
             os.rename(old, target)
         elif self.made.exists():  # so the new one was not put there, but something else was

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from dare import ConfigError, DareConfig
 from darelib.config import parse_size
@@ -540,30 +540,6 @@ def test_a_packed_model_of_another_recipe_is_replaced_only_if_forced(
     merge_directory(pair, out, "--force")
     refused(1, words, *packing, pair[1])
     run(*packing, pair[1], "--force")
-
-
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        "",
-        "no TOML",
-        "recipe = 1",
-        "[recipe]",
-        "[dare]\nseed = 42",
-        "x = " + "[" * 50_000,
-        f"x = '{'y' * (1 << 20)}'",
-        f"[dare]\nmethod = 0x{'f' * 9000}\n[recipe]",  # more digits than Python writes
-        "[dare]\nsomething_new = 1\n[recipe]",
-    ],
-    ids=lambda recipe: recipe[:30],
-)
-def test_any_recipe_in_a_file_that_is_there_is_another_one(
-    pair: Pair, tmp_path: Path, no_output: Any, recipe: str
-) -> None:
-    out = tmp_path / "out.safetensors"
-    save_file(random_model(), out, {"dare_recipe": recipe})
-    no_output(pair, out, "has another recipe", "--force")
-    merge_directory(pair, out, "--force")
 
 
 def test_a_recipe_of_another_version_is_the_same_unless_it_says_something_else(

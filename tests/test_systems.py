@@ -153,24 +153,14 @@ def test_the_command_opens_more_files_than_usual_and_a_script_is_asked_to_allow_
         for name in ("base", "math")
     ]
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    words = [
-        "-q",
-        "-b",
-        str(paths[0]),
-        "-m",
-        str(paths[1]),
-        "-o",
-        str(tmp_path / "out"),
-        "--max-shard-size",
-        "16B",
-    ]
     resource.setrlimit(resource.RLIMIT_NOFILE, (150, limits[1]))
     try:
         with pytest.raises(dare.DareError, match="Too many open files") as caught:
             run_merge(paths[0], paths[1:], tmp_path / "out", max_shard_size="16B")
         assert "raise the limit on open files" in caught.value.hint
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (150, limits[1])
-        run(*words)
+        words = ["-q", "-b", paths[0], "-m", paths[1], "-o", tmp_path / "out"]
+        run(*words, "--max-shard-size", "16B")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 200

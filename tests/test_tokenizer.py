@@ -1,7 +1,6 @@
 """Tokenizers and chat templates: compared, chosen and united; every token keeps its row."""
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -309,15 +308,6 @@ def test_what_is_no_json_is_not_published(
     printed = refused(1, name, *words, "-b", base, "-m", tool, "-o", tmp_path / "out")
     if "union" not in words:  # which puts another one together
         assert str(path) in printed
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
-def test_pipes_are_not_waited_for(family: Models, tmp_path: Path, refused: Refusal) -> None:
-    pipe = tmp_path / "pipe.jinja"
-    os.mkfifo(pipe)
-    flags = ["-b", family[0], "-m", family[2], "-o", tmp_path / "out", "--chat-template", pipe]
-    refused(1, str(pipe), *flags)
-    run("convert", pipe, tmp_path / "x.safetensors", status=1)
 
 
 TEMPLATE = "{% for m in messages %}{{ m }}{% endfor %}"

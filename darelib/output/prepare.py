@@ -51,11 +51,12 @@ from darelib.output.directory import (
     recipe_text,
     update_config,
 )
-from darelib.output.generation import compare_generation, place_generation
 from darelib.output.tokenizer import (
     SideFiles,
     TokenizerChoice,
+    compare_generation,
     compare_tokenizers,
+    place_generation,
     place_tokenizer,
 )
 from darelib.plan.checks import check_kinds

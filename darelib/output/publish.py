@@ -230,9 +230,10 @@ def share_folder(destination: Destination, identity: dict[str, Any]) -> Iterator
     """
     folder = destination.partial
     with closing(Lock(folder, destination.name, shared=True)):
-        if not read_journals(folder, identity):
+        journals = read_journals(folder, identity)
+        os.makedirs(folder / MADE, exist_ok=True)  # before anybody counts on it
+        if not journals:
             Journal(folder / name_journal()).begin(identity)
-        os.makedirs(folder / MADE, exist_ok=True)
         yield
 
 

@@ -7,7 +7,7 @@ this for directories.
 import ctypes
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -152,10 +152,12 @@ class Output(Files):
     def write_file(self, name: str, content: bytes | Path) -> None:
         """A small file of a model directory: of this content, or a copy of that file."""
         os.makedirs((self.made / name).parent, exist_ok=True)
-        pieces = read_pieces(content) if isinstance(content, Path) else [content]
-        write_synced(self.made / name, os.O_TRUNC, pieces)
-        if isinstance(content, Path):
-            limit_mode(self.made / name, content)
+        if isinstance(content, bytes):
+            write_synced(self.made / name, os.O_TRUNC, [content])
+            return
+        with closing(read_pieces(content)) as pieces:
+            write_synced(self.made / name, os.O_TRUNC, pieces)
+        limit_mode(self.made / name, content)
 
     def publish(
         self,
@@ -255,7 +257,7 @@ def explain_write_errors(destination: Destination, resume: bool) -> Iterator[Non
         ) from None
 
 
-def read_pieces(path: Path) -> Iterator[bytes]:
+def read_pieces(path: Path) -> Generator[bytes]:
     try:
         with path.open("rb") as file:
             while piece := file.read(1 << 20):

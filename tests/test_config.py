@@ -409,7 +409,7 @@ def test_outputs_that_cannot_be_written_are_refused(
     for suffix in suffixes.split():
         refused(2, f"'merged.{suffix}'", *MERGE, "-o", f"merged.{suffix}")
     for output, status, words in (
-        ("-", 2, "standard output"),
+        (os.path.abspath(os.sep), 2, "holds the input"),
         ("taken.safetensors", 1, "is a directory"),
         ("loop.safetensors", 1, "loop"),
         ("x" * 300, 1, "File name too long"),

@@ -268,9 +268,9 @@ def test_the_plan_says_what_does_not_fit_and_what_will_be_replaced(capsys: Captu
         assert f"\nmath.safetensors {words} 1 tensor\n" in first
     assert not re.search("(?m)^(replace|resume|remove)", first)
     own = human(Path("own.safetensors").stat().st_size)
-    assert f"replace {own} that something" in plan("-o", "own.safetensors", "--force")
+    assert f"replace {own}\n" in plan("-o", "own.safetensors", "--force")
     run("-q", *merge)
-    assert f"replace {human(OUT.stat().st_size)} that an earlier merge" in plan()
+    assert f"replace {human(OUT.stat().st_size)}\n" in plan()
     Path("out.safetensors.partial").mkdir()
     Path("out.safetensors.partial/journal").touch()
     for flags, words in (((), "remove"), (("--resume",), "resume")):

@@ -17,16 +17,14 @@ import dare
 from darelib.core.tuning import count_cores
 from darelib.output import publish
 from darelib.output.files import LOCK_WORDS, MADE
-from tests.scene import BOTH, Scene, contents, launch, put
+from tests.scene import Scene, launch, put
 from tests.support import (
     BF16,
     POSIX,
     Patch,
-    command,
     random_model,
     run,
     run_merge,
-    save_directory,
     save_sharded,
     slow,
     with_header,
@@ -72,29 +70,17 @@ def test_a_system_may_lack_what_others_have(
     scene.check("--resume")
 
 
-@pytest.mark.parametrize(
-    "then", ["merge", "resume", "fail", "wrong settings", "not ours", "empty folder"]
-)
+@pytest.mark.parametrize(("flags", "status"), [("", 0), ("--resume", 0), ("-m broken", 1)])
 def test_an_old_model_that_a_crash_left_without_its_name_gets_it_back(
-    tmp_path: Path, then: str
+    tmp_path: Path, monkeypatch: Patch, flags: str, status: int
 ) -> None:
     """Where names cannot be exchanged there is an instant in which neither has it."""
     scene = Scene(tmp_path, "directory")
     put(scene.partial, {"lock": f"{LOCK_WORDS} 1\n".encode()})
     scene.output.rename(scene.partial / "replaced")
     put(scene.partial / MADE, scene.new)
-    if then == "wrong settings":  # nothing is touched before settings are right
-        assert scene.run("--method", "slerp", "--weights", "1", "1") == 2
-        assert contents(scene.partial / "replaced") == scene.old
-    elif then == "empty folder":
-        scene.output.mkdir()
-    elif then == "not ours":
-        put(scene.partial / "replaced", {})
-        scene.old = contents(save_directory(scene.partial / "replaced", random_model(5), mine=True))
-    status = scene.fail() if then == "fail" else scene.run(*["--resume"] * (then == "resume"))
-    assert status == (then in ("fail", "not ours")), scene.printed
-    assert ("was not made by this tool" in scene.printed) == (then == "not ours")
-    assert scene.broken() == []
+    monkeypatch.chdir(scene.inputs)
+    scene.check("--force", *flags.split(), status=status)
 
 
 @POSIX
@@ -106,23 +92,6 @@ def test_new_files_have_the_permissions_that_the_user_gives_new_files(tmp_path: 
         os.umask(before)
     for path in [*outputs, *outputs[1].rglob("*")]:
         assert path.stat().st_mode & 0o777 == (0o750 if path.is_dir() else 0o640), path
-
-
-@BOTH
-def test_a_link_as_output_is_resumed_and_refused_and_replaced_where_it_leads(
-    tmp_path: Path, kind: str
-) -> None:
-    scene = Scene(tmp_path, kind)
-    link = tmp_path / f"latest{scene.output.suffix}"
-    link.symlink_to(scene.output)
-    scene.arguments += ["-o", str(link)]
-    scene.interrupt(5)
-    assert scene.fail() == 1
-    assert scene.broken() == []
-    scene.interrupt(5)
-    scene.check("--resume")
-    assert (link.is_symlink(), dare.main(["verify", str(link), "-q", *scene.models])) == (True, 0)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["inputs", link.name, "place"]
 
 
 ODD_NAMES = [

@@ -1,21 +1,17 @@
 """Tokenizers and chat templates: compared, chosen and united; every token keeps its row."""
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 
 from dare import DareConfig, DareMerger
-from tests.scene import contents
 from tests.support import (
     BF16,
     F32,
-    LLAMA,
     Capture,
     Config,
     Models,
@@ -148,7 +144,7 @@ def test_models_of_other_types_and_heads_that_are_tied_unite_too(family: Models)
     base, wide, tool = map(tensors_in, family)
     wide = {name: tensor.float() for name, tensor in wide.items() if name != HEAD}
     save_directory(family[1], wide)
-    output, merged = merge(family, drop_rate=0.0, weights=[1.0, 0.0])
+    output, merged = merge(family, drop_rate=0.0, weights=[1.0, 0.0], engine="plain")
     numbers = numbers_of(output)
     for name in (EMBEDDING, HEAD):
         common = base[name][3] + (wide[EMBEDDING][3] - base[name][3])
@@ -163,23 +159,13 @@ def test_room_that_the_base_has_is_used_and_other_rows_stay_where_they_are(tmp_p
     names = {"base": {}, "chat": {"<a>": 8}, "tool": {"<b>": 8}}
     models = [write_model(tmp_path / n, 16, added, 1, F32) for n, added in names.items()]
     family = [tmp_path / name for name in names]
-    output, merged = merge(family, drop_rate=0.0)
+    output, merged = merge(family, drop_rate=0.0, engine="plain")
     assert [numbers_of(output)[token] for token in ("<a>", "<b>")] == [8, 9]
     assert read_json(output / "config.json")["vocab_size"] == 16
     rows = [model[EMBEDDING][8] for model in models[1:]]
     assert same_bits(merged[EMBEDDING][8:10], torch.stack(rows))
-    _, merged = merge(family[:2], drop_rate=0.0)
+    _, merged = merge(family[:2], drop_rate=0.0, engine="plain")
     assert same_bits(merged[EMBEDDING][[3, 13, 15]], models[1][EMBEDDING][[3, 13, 15]])
-
-
-def test_a_union_is_verified_resumed_and_made_again_by_its_recipe(
-    family: Models, tmp_path: Path
-) -> None:
-    flags = ["-q", "-b", family[0], "-m", *family[1:], "-o", tmp_path / "out"]
-    run(*flags, "--tokenizer", "union", "--resume")
-    run("verify", "-q", tmp_path / "out")
-    run("-q", "-c", tmp_path / "out", "-o", tmp_path / "again")
-    assert contents(tmp_path / "out") == contents(tmp_path / "again")
 
 
 def test_special_tokens_follow_and_other_vocabularies_of_a_configuration_stay(
@@ -284,53 +270,12 @@ def test_with_the_tokenizer_of_an_input_rows_follow_its_tokens(
     refused(1, "its tokenizer_sha256 is", "verify", tmp_path / "out")
 
 
-@pytest.mark.parametrize("owner", ["base", "chat"])
-def test_mergekits_tokenizer_source_moves_rows_too(
-    family: Models, tmp_path: Path, owner: str, monkeypatch: Patch
-) -> None:
-    """Also where a folder has the name of a word, and as TOML."""
-    monkeypatch.chdir(tmp_path)
-    Path("m.yaml").write_text(
-        "merge_method: task_arithmetic\nbase_model: base\nparameters: {weight: 0.5}\n"
-        f"models: [{{model: chat}}, {{model: tool}}]\ntokenizer_source: {owner}\n"
-    )
-    run("-c", "m.yaml", "-o", "yaml", "-q", "--engine", "plain")
-    run("-c", "m.yaml", "--write-config", "m.toml", "-q")
-    run("-c", "m.toml", "-o", "toml", "-q", "--engine", "plain")
-    models = ("-b", "base", "-m", "chat", "tool", "--drop-rate", 0, "--tokenizer", f"./{owner}")
-    run(*models, "-o", "flags", "-q", "--engine", "plain")
-    for name in ("toml", "flags"):
-        assert_same(tensors_in(Path("yaml")), tensors_in(Path(name)))
-    assert len(tensors_in(Path("yaml"))[HEAD]) == len(numbers_of(Path(owner)))
-
-
 def test_unigram_vocabularies_are_read(family: Models) -> None:
     model = {"type": "Unigram", "unk_id": 0, "vocab": [[token, -1.5] for token in TRAINED]}
     for path in (folder / "tokenizer.json" for folder in family):
         path.write_text(json.dumps(read_json(path) | {"model": model}))
     output, _ = merge(family)
     assert read_json(output / "tokenizer.json")["added_tokens"][-1]["id"] == 12
-
-
-def test_a_tokenizer_that_changed_is_another_input(
-    family: Models, tmp_path: Path, capsys: Capture, refused: Refusal
-) -> None:
-    """In a union it decides which rows are merged.
-
-    So neither a recipe nor a resumed merge may take another one.
-    """
-    out = tmp_path / "out"
-    flags = ["-q", "-b", family[0], "-m", *family[1:], "-o", out, "--tokenizer", "union"]
-    run(*flags)
-    resumed = [*flags, "--resume", "-o", tmp_path / "other"]
-    with Patch.context() as patch:
-        patch.setattr("darelib.output.publish.Output.publish", Mock(side_effect=KeyboardInterrupt))
-        run(*resumed, status=130)
-    write_tokenizer(family[2], {"</s>": 8, "<s>": 9, "<c>": 10, "<b>": 11})
-    for arguments in (["-c", out, "-o", tmp_path / "again"], ["verify", out]):
-        refused(1, "tokenizer_sha256", *arguments)
-    run(*resumed, status=1)
-    assert "is another one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -365,33 +310,52 @@ def test_what_is_no_json_is_not_published(
         assert str(path) in printed
 
 
-def test_templates_of_any_form_are_kept(family: Models, tmp_path: Path) -> None:
-    base, _, tool = family
-    out = tmp_path / "out"
-    several = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": "tools"}]
-    (base / "tokenizer_config.json").unlink()
-    write_tokenizer(tool, BASE, {"chat_template": several})
-    flags = ["-q", "-b", base, "-m", tool, "-o", out, "--force"]
-    run(*flags)
-    assert template_of(out) == several
-    (base / "chat_template.json").write_text(json.dumps({"chat_template": "of a processor"}))
-    run(*flags)
-    assert (out / "chat_template.json").exists()
-    (tool / "tokenizer_config.json").unlink()
-    run(*flags, "--tokenizer", tool)
-    assert template_of(out) == "of a processor", "the base's, where it has none"
+TEMPLATE = "{% for m in messages %}{{ m }}{% endfor %}"
+SEVERAL = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": "tools"}]
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
-def test_pipes_are_not_waited_for(family: Models, tmp_path: Path, refused: Refusal) -> None:
-    pipe = tmp_path / "pipe.jinja"
-    os.mkfifo(pipe)
-    flags = ["-b", family[0], "-m", family[2], "-o", tmp_path / "out", "--chat-template", pipe]
-    refused(1, str(pipe), *flags)
-    run("convert", pipe, tmp_path / "x.safetensors", status=1)
+def write_template(template: Any) -> str:
+    """A JSON file of a model that has this chat template."""
+    return json.dumps({"chat_template": template})
 
 
-TEMPLATE = "{% for m in messages %}<a>{{ m }}<b>{% endfor %}"
+@pytest.mark.parametrize(
+    ("files", "flags", "expected"),
+    [
+        ({}, "", None),
+        ({"tool/tokenizer_config.json": write_template(TEMPLATE)}, "", TEMPLATE),
+        ({"tool/tokenizer_config.json": write_template(SEVERAL)}, "", SEVERAL),
+        ({"tool/chat_template.json": write_template("of a processor")}, "", "of a processor"),
+        ({"tool/chat_template.jinja": "tool", "chat/chat_template.jinja": "first"}, "", "first"),
+        ({"tool/chat_template.jinja": "tool", "base/chat_template.jinja": "base"}, "", "base"),
+        (
+            {"tool/chat_template.jinja": "tool", "base/chat_template.jinja": "base"},
+            "--chat-template tool",
+            "tool",
+        ),
+        ({"base/chat_template.jinja": "base"}, "--tokenizer tool", "base"),
+        ({"own.jinja": "own"}, "--chat-template own.jinja", "own"),
+    ],
+)
+def test_the_chat_template_is_the_base_s_or_that_of_the_first_model_that_has_one(
+    family: Models,
+    tmp_path: Path,
+    monkeypatch: Patch,
+    capsys: Capture,
+    files: dict[str, str],
+    flags: str,
+    expected: Any,
+) -> None:
+    """Unless one is chosen."""
+    monkeypatch.chdir(tmp_path)
+    for name, text in files.items():
+        Path(name).write_text(text)
+    words = ["-b", "base", "-m", "chat", "tool", "-o", "out", "--mismatch", "overlap"]
+    run(*words, "--engine", "plain", *flags.split())
+    assert template_of(tmp_path / "out") == expected
+    is_said = "the chat template is that of" in capsys.readouterr().err
+    is_chosen = "--chat-template" in flags or (expected in (None, "base") and not flags)
+    assert is_said == (not is_chosen)
 
 
 def template_of(folder: Path) -> Any:
@@ -399,35 +363,6 @@ def template_of(folder: Path) -> Any:
     if (folder / "chat_template.jinja").exists():
         return (folder / "chat_template.jinja").read_text()
     return read_json(folder / "tokenizer_config.json").get("chat_template")
-
-
-def test_the_chat_template_is_the_base_s_or_that_of_the_first_model_that_has_one(
-    family: Models, tmp_path: Path, capsys: Capture
-) -> None:
-    base, chat, tool = family
-    out = tmp_path / "out"
-
-    def check(expected: str | None, *more: Any) -> None:
-        words = ["-b", base, "-m", chat, tool, "-o", out, "--mismatch", "overlap"]
-        run(*words, "--force", *more)
-        assert template_of(out) == expected
-
-    check(None)
-    write_tokenizer(tool, BASE, {"chat_template": TEMPLATE})
-    capsys.readouterr()
-    check(TEMPLATE)
-    assert f"the chat template is that of {tool}" in capsys.readouterr().err
-    (chat / "chat_template.jinja").write_text("first")
-    check("first")
-    check(TEMPLATE, "--chat-template", tool)
-    (tmp_path / "own.jinja").write_text("own")
-    check("own", "--chat-template", tmp_path / "own.jinja")
-    own = ["--chat-template", tmp_path / "own.jinja"]  # a recipe names no file but its inputs
-    run("-q", "-c", out, "-o", tmp_path / "again", *own)
-    assert template_of(tmp_path / "again") == "own"
-    (base / "chat_template.jinja").write_text("base")
-    check("base")
-    check(TEMPLATE, "--chat-template", tool)
 
 
 @pytest.mark.parametrize(
@@ -438,63 +373,31 @@ def test_the_chat_template_is_the_base_s_or_that_of_the_first_model_that_has_one
         ("out", "binary.jinja", 1),
         ("out.safetensors", "chat/tokenizer.json", 1),
         ("out.safetensors", "own.jinja", 2),
+        ("out", "union", 2),
     ],
 )
 def test_chat_templates_that_are_not_there_are_refused(
-    family: Models, tmp_path: Path, refused: Refusal, output: str, given: str, status: int
+    family: Models,
+    tmp_path: Path,
+    monkeypatch: Patch,
+    refused: Refusal,
+    output: str,
+    given: str,
+    status: int,
 ) -> None:
-    (tmp_path / "binary.jinja").write_bytes(b"\xff\xfe")
-    (tmp_path / "own.jinja").write_text("own")
-    flags = ["-b", family[0], "-m", family[2], "-o", tmp_path / output, "--chat-template"]
-    refused(status, "chat_template" if status == 2 else given, *flags, tmp_path / given)
+    monkeypatch.chdir(tmp_path)
+    Path("binary.jinja").write_bytes(b"\xff\xfe")
+    Path("own.jinja").write_text("own")
+    refused(status, "template", "-b", "base", "-m", "tool", "-o", output, "--chat-template", given)
 
 
-def test_half_a_surrogate_pair_in_a_token_is_refused(
-    family: Models, tmp_path: Path, refused: Refusal
-) -> None:
+def test_half_a_surrogate_pair_is_refused(family: Models, tmp_path: Path, refused: Refusal) -> None:
+    flags = ["-b", family[0], "-m", family[1], "-o", tmp_path / "out"]
     write_tokenizer(family[1], BASE | {"\ud800": 10})
-    flags = ["-b", family[0], "-m", family[1], "-o", tmp_path / "out", "--tokenizer", "union"]
-    refused(1, "surrogate pair", *flags)
-
-
-@pytest.mark.parametrize("given", [["--chat-template"], []])
-def test_half_a_surrogate_pair_in_a_template_is_refused(
-    family: Models, tmp_path: Path, refused: Refusal, given: list[Any]
-) -> None:
+    refused(1, "tokenizer.json' of the output is no JSON", *flags, "--tokenizer", "union")
     write_tokenizer(family[2], BASE, {"chat_template": "{{ \udc00 }}"})
-    flags = ["-b", family[0], "-m", family[2], *given, *family[2 : 2 + len(given)]]
-    for _ in range(2):  # with and without a file that the template goes to
-        refused(1, "surrogate pair", *flags, "-o", tmp_path / "out")
-        (family[0] / "tokenizer_config.json").unlink(missing_ok=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tied", [True, False])
-def test_transformers_loads_a_union_whose_tokens_and_rows_agree(tmp_path: Path, tied: bool) -> None:
-    transformers = pytest.importorskip("transformers")
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    settings = LLAMA | {"vocab_size": 10, "tie_word_embeddings": tied}
-    tokens = {"base": {"<s>": 8}, "chat": {"<s>": 8, "<a>": 9}, "tool": {"<b>": 8, "<s>": 9}}
-    family = [tmp_path / name for name in tokens]
-    for seed, folder in enumerate(family):
-        torch.manual_seed(seed)
-        config = transformers.LlamaConfig(**settings)
-        transformers.LlamaForCausalLM(config).to(BF16).save_pretrained(folder)
-        template = {"chat_template": TEMPLATE} if folder.name == "chat" else {}
-        write_tokenizer(folder, tokens[folder.name], template)
-    output, _ = merge(family, drop_rate=0.5)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(output)
-    model = load(output, dtype=BF16)
-    assert len(tokenizer) == model.get_input_embeddings().weight.shape[0] == 11
-    assert model.config.vocab_size == 11
-    assert tokenizer.chat_template == TEMPLATE
-    for token, folder, row in (("<a>", family[1], 9), ("<b>", family[2], 8)):
-        [number] = tokenizer.encode(token, add_special_tokens=False)
-        theirs = load(folder, dtype=BF16)
-        for part in ("get_input_embeddings", "get_output_embeddings"):
-            mine, other = (getattr(each, part)().weight.detach() for each in (model, theirs))
-            assert same_bits(mine[number], other[row])
-    assert model(input_ids=torch.tensor([tokenizer.encode("t1 <a> t2 <b>")])).logits.shape[-1] == 11
+    flags[3] = family[2]
+    refused(1, "tokenizer_config.json' of the output is no JSON", *flags)
 
 
 # --- how an output begins and ends texts ----------------------------------------------------------
@@ -541,32 +444,35 @@ def speakers(tmp_path: Path) -> Models:
     ]
 
 
+@pytest.mark.parametrize(
+    ("template", "flags", "speaker"),
+    [
+        ("", "", "one"),
+        ("base", "", "base"),  # its own template brings nothing
+        ("base", "--tokenizer two", "two"),
+        ("base", "--chat-template one", "one"),
+    ],
+)
 def test_the_model_whose_chat_template_is_taken_brings_its_end_token_along(
-    speakers: Models, tmp_path: Path, capsys: Capture
+    speakers: Models,
+    tmp_path: Path,
+    monkeypatch: Patch,
+    capsys: Capture,
+    template: str,
+    flags: str,
+    speaker: str,
 ) -> None:
-    out = tmp_path / "out"
-    flags = ["-b", speakers[0], "-m", *speakers[1:], "-o", out, "--force"]
-    run(*flags)
-    assert ends_of(out) == (11, "<|im_end|>", "<|im_end|>", [11, 9], 0.7)
-    assert (
-        contents(out)["generation_config.json"] == contents(speakers[1])["generation_config.json"]
-    )
+    """Each model that ends its texts otherwise is named."""
+    monkeypatch.chdir(tmp_path)
+    if template:
+        Path("base/chat_template.jinja").write_text(template)
+    run("-b", "base", "-m", "one", "two", "-o", "out", *flags.split())
+    assert ends_of(Path("out")) == ends_of(Path(speaker))
     said = capsys.readouterr().err
-    assert f"{speakers[0]} ends or generates" in said
-    assert f"{speakers[1]} ends or generates" not in said
-    run("verify", "-q", out)
-    # The base's own template brings nothing: that the others end otherwise is said.
-    (speakers[0] / "chat_template.jinja").write_text("base")
-    run(*flags)
-    assert ends_of(out) == ends_of(speakers[0])
-    said = capsys.readouterr().err
-    assert all(f"{folder} ends or generates" in said for folder in speakers[1:])
-    assert "eos_token_id is [11, 9], not [9, 9]" in said
-    assert "temperature is 0.7" in said
-    run(*flags, "--tokenizer", speakers[2])
-    assert ends_of(out) == ends_of(speakers[2])
-    run(*flags, "--chat-template", speakers[1])
-    assert ends_of(out)[0] == 11
+    named = {name for name in ("base", "one", "two") if f"{name} ends or generates" in said}
+    assert named == ({"one", "two"} if speaker == "base" else {"base"})
+    assert ("eos_token_id is [11, 9], not [9, 9]" in said) == (speaker == "base")
+    run("verify", "-q", "out")
 
 
 def test_what_a_speaker_brings_has_the_numbers_of_the_output(tmp_path: Path) -> None:
@@ -610,8 +516,3 @@ def test_words_of_a_template_that_are_no_special_tokens_are_no_obstacle(
     write_speaker(speakers[1], 1, BASE, "</s>", template)
     run("-q", "-b", speakers[0], "-m", *speakers[1:], "-o", tmp_path / "out")
     assert template_of(tmp_path / "out") == template
-
-
-def test_chat_templates_have_no_union(family: Models, tmp_path: Path, refused: Refusal) -> None:
-    flags = ["-b", family[0], "-m", family[2], "-o", tmp_path / "out", "--chat-template", "union"]
-    refused(2, "union", *flags)

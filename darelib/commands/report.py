@@ -20,7 +20,6 @@ from darelib.core.tuning import TUNING
 from darelib.kernels.records import Buffers
 from darelib.models.checkpoint import Checkpoint
 from darelib.output.adapter import AdapterPlan, is_share
-from darelib.output.destination import Replaced
 from darelib.output.prepare import FilePlan
 from darelib.plan.tensors import TensorPlan
 from darelib.requests.configfile import as_literal
@@ -113,7 +112,7 @@ class Plan(Report):
     copied_tensors: tuple[str, ...]
     files: tuple[dict[str, Any], ...]  # of tensors: their names and sizes
     side_files: tuple[str, ...]  # of a model directory: all the others
-    replaces: Replaced | None
+    replaces: int  # bytes of what is at that place
     unfinished: bool  # whether an earlier merge to the same place left something
     resume: bool  # whether it would be continued
     bytes_to_read: int
@@ -196,7 +195,7 @@ class Plan(Report):
             )
             yield "adapter", f"{self.adapter} (a sample{most})"
         if self.replaces:
-            yield "replace", str(self.replaces)
+            yield "replace", human(self.replaces)
         if self.unfinished and self.resume:
             yield "resume", "an unfinished merge, if it is the same one"
         elif self.unfinished:

@@ -183,10 +183,3 @@ FAMILIES: Final = {
     ),
     "arcee_fusion": Family(FUSION, each={}, shared={}, others=(1, 1)),
 }
-
-
-def find_merge_method(method: str, drop: str) -> str | None:
-    """What mergekit calls a method and a drop (none: "") together."""
-    known = {(family.method, family.drop): name for name, family in FAMILIES.items()}
-    known[TIES, ""] = "ties"
-    return known.get((method, drop))

@@ -67,8 +67,6 @@ class Method:
     weigh: Weigh
     # What must be found out first, beside what drops want, one after the other.
     looks: Callable[[TensorSettings], tuple[type[Look], ...]] = lambda _: ()
-    # Of a model, for a model card.
-    show_weight: Callable[[TensorSettings, int], str] = lambda own, i: f"{own.weights[i]:.4g}"
     # The models' shares of what can only be averaged.
     shares: Callable[[TensorSettings], tuple[float, ...]] = lambda own: own.weights
     models: tuple[int, int | None] = (1, None)  # how many it takes: at least, at most
@@ -288,7 +286,6 @@ METHODS: Final = {
         share=_average,
         looks=lambda _: (ArcLook,),
         weigh=_weigh_slerp,
-        show_weight=lambda settings, _: f"slerp at {settings.slerp_t:g}",
         shares=lambda settings: (1 - settings.slerp_t, settings.slerp_t),
         models=(2, 2),
         any_drop=False,
@@ -331,7 +328,6 @@ METHODS: Final = {
         share=_average,
         looks=lambda _: (GramLook,),
         weigh=weigh_by_products(lambda own, found: find_stock(found, len(own.weights))),
-        show_weight=lambda *_: "by tensor",
         models=(2, None),
     ),
     NUSLERP: Method(
@@ -367,7 +363,6 @@ METHODS: Final = {
         weigh=weigh_by_products(
             lambda own, found: find_karcher(found, len(own.weights), int(own.max_iter), own.tol)
         ),
-        show_weight=lambda *_: "by tensor",
         origin=ZERO,
     ),
     PASSTHROUGH: Method(
@@ -388,7 +383,6 @@ METHODS: Final = {
         settings=("swap_t",),
         share=_average,
         weigh=_weigh_near,
-        show_weight=lambda settings, _: f"nearswap at {settings.swap_t:g}",
         models=(1, 1),
         returns_model=False,
     ),
@@ -404,7 +398,6 @@ METHODS: Final = {
             (VarianceLook, SquaresLook) if settings.keep_ratio < 1 else (SquaresLook,)
         ),
         weigh=_weigh_sce,
-        show_weight=lambda *_: "by squares",
     ),
     RAMPLUS: Method(  # arXiv 2601.13572
         card=lambda settings: (
@@ -431,7 +424,6 @@ METHODS: Final = {
         share=_average,
         looks=lambda _: (DivergenceLook, ImportanceLook),
         weigh=_weigh_fusion,
-        show_weight=lambda *_: "by importance",
         models=(1, 1),
         any_drop=False,
         sees_dropped=True,

@@ -9,7 +9,7 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Final
 
-from darelib.core.text import ConfigError, DareError, as_text, human, list_names
+from darelib.core.text import ConfigError, DareError, as_text, list_names
 from darelib.core.tomlfile import MAX_TOML, read_toml
 from darelib.models.directories import (
     ADAPTER_FILE,
@@ -43,8 +43,6 @@ FILE_SUFFIXES: Final = (".st", ".sft", ".gguf", ".json", ".toml", *PICKLE_SUFFIX
 
 @dataclass(frozen=True)
 class Destination:
-    """Where a merged model goes: a file, or a model directory."""
-
     name: str  # as the user has it
     path: Path  # with links followed
     directory: bool
@@ -64,11 +62,6 @@ class Destination:
 def find_output(given: str | Path) -> Destination:
     """Where an output goes, if something can be written there at all."""
     path = Source.of(given).path
-    if path.name == "-":
-        raise ConfigError(
-            "a model cannot be written to standard output",
-            "give a .safetensors file or a directory",
-        )
     suffix = path.suffix.lower()
     likeness = SequenceMatcher(None, suffix, ".safetensors").ratio()
     if suffix in FILE_SUFFIXES or 0.8 < likeness < 1:
@@ -80,13 +73,10 @@ def find_output(given: str | Path) -> Destination:
         target = path.resolve()
         is_dangling = not target.exists() and path.is_symlink()  # too long a name fails here
         above = next((parent for parent in target.parents if parent.exists()), target)
-    if not above.is_dir():
+    if not above.is_dir() or not os.access(above, os.W_OK):
         raise DareError(
-            f"the output cannot be inside {str(above)!r}, which is a file", "give another path"
-        )
-    if not os.access(above, os.W_OK):
-        raise DareError(
-            f"the output's directory {str(above)!r} is not writable", "choose another directory"
+            f"the output's directory {str(above)!r} is not writable, or a file",
+            "choose another directory",
         )
     if is_dangling:
         raise DareError(
@@ -251,30 +241,3 @@ def list_files(folder: Path) -> list[str]:
 
 def is_weights(name: str) -> bool:
     return name.endswith(WEIGHT_SUFFIXES) or VARIANT.fullmatch(Path(name).name) is not None
-
-
-@dataclass(frozen=True)
-class Replaced:
-    """What is where the output will be."""
-
-    size: int
-    made_by_dare: bool
-
-    def __str__(self) -> str:
-        maker = "an earlier merge" if self.made_by_dare else "something else"
-        return f"{human(self.size)} that {maker} made"
-
-
-def describe_replaced(destination: Destination) -> Replaced | None:
-    """What a merge to a destination that it may write to would replace."""
-    path = destination.path
-    if not path.exists():
-        return None
-    names = list_files(path) if destination.directory else [""]
-    if not names:
-        return None
-    size = sum((path / name).lstat().st_size for name in names)
-    with suppress(DareError):
-        check_replaceable(destination, force=False)
-        return Replaced(size, made_by_dare=True)
-    return Replaced(size, made_by_dare=False)

@@ -3,30 +3,26 @@ configuration.
 """
 
 import codecs
-import errno
 import hashlib
 import io
 import itertools
 import json
-import os
 import re
 import string
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from darelib.config import DareConfig
-from darelib.core.drops import DROPS, L1, NONE, RANDOM, Thinning
-from darelib.core.families import FAMILIES, OPTIONAL, find_merge_method
+from darelib.core.drops import DROPS, RANDOM, Thinning
 from darelib.core.mask import MASK_NAME
 from darelib.core.methods import METHODS
-from darelib.core.settings import TensorSettings
 from darelib.core.text import ConfigError, DareError, as_text, count_of, printable
 from darelib.core.tomlfile import MAX_TOML
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.directories import CONFIG_FILE, find_parts
-from darelib.models.source import RECIPE_FILE, Source, check_links, recorded_name
+from darelib.models.source import RECIPE_FILE, Source, recorded_name
 from darelib.models.tensorfile import AGAIN_HINT, MAX_JSON, TensorInfo, open_regular
 from darelib.models.vocabulary import MAX_TOKENIZER, TOKENIZER_FILE
 from darelib.output.destination import RECIPE_KEY, digest_of, is_weights, list_files
@@ -36,6 +32,7 @@ from darelib.output.tokenizer import (
     TOKENIZER_CONFIG,
     SideFiles,
     TokenizerChoice,
+    check_readable,
 )
 from darelib.plan.plan import find_seeds
 from darelib.plan.tensors import PlannedFile
@@ -59,7 +56,7 @@ NEARLY_EQUAL: Final = "byte for byte on the same machine and nearly so on others
 CARD: Final = """\
 ---
 base_model:
-{models}
+{front}
 base_model_relation: {relation}
 library_name: {library}
 tags:
@@ -70,8 +67,8 @@ tags:
 # {title}{kind}
 
 {story}
-{remarks}
-This recipe makes the same tensors again, {equal}, from the same inputs:
+
+The recipe has every setting. It makes the same tensors again, {equal}, from the same inputs:
 
 ```toml
 {recipe}
@@ -81,11 +78,7 @@ This recipe makes the same tensors again, {equal}, from the same inputs:
 STORY: Final = """\
 Merged from {base} and models fine-tuned from it by {drops} {method}.
 
-| model | seed | dropped | kept deltas are divided by | weight |
-| --- | --- | --- | --- | --- |
-{table}
-
-The merged delta is multiplied by {lambda_coeff:g} and added to the base."""
+{models}"""
 STACK_STORY: Final = """\
 Made of {base}: layers one after the other, {method}."""
 
@@ -101,9 +94,7 @@ def find_side_files(folder: Path | None, home: Path | None = None) -> dict[str, 
         if NOT_COPIED.fullmatch(path.name) or is_weights(path.name.lower()):
             continue
         if path.is_file():
-            check_links(home or path.parent, [path])
-            if not os.access(path, os.R_OK):  # to be known before the merge, not after it
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            check_readable(home or path.parent, [path])
             side[path.name] = path
         elif path.is_dir() and not path.is_symlink():
             weights = list(filter(is_weights, list_files(path)))
@@ -301,7 +292,6 @@ def seal(recipe: bytes) -> bytes:
 
 
 def check_seal(folder: Path) -> None:
-    """Refuse a directory whose recipe is missing or damaged."""
     path = folder / RECIPE_FILE
     try:
         with open_regular(path) as file:
@@ -339,8 +329,6 @@ def add_recipe(
 
 @dataclass(frozen=True)
 class CardKind:
-    """What a card says of the kind of an output."""
-
     relation: str = "merge"  # to the base
     library: str = "transformers"
     tags: tuple[str, ...] = ()
@@ -357,58 +345,33 @@ def model_card(
     config: DareConfig, inputs: Sequence[Checkpoint], recipe: str, kind: CardKind = MODEL_CARD
 ) -> str:
     """A README.md with the recipe in words and as it is."""
-    method = METHODS[config.method]
-    seeds = find_seeds(config, inputs)
-    base, *models = [card_name(model.source) for model in inputs]
+    base, *models = [as_code(card_name(model.source)) for model in inputs]
     settings = config.general(len(models))
-    used = [t for own in config.resolve_all(len(models)) for t in own.thinnings if t.drop_rate]
-    rows = []
-    for i, name in enumerate(models):
-        thinned = describe_thinning(settings.thinnings[i])
-        weight = method.show_weight(settings, i)
-        rows.append(f"| {as_code(name)} | {seeds[i]} | {thinned} | {weight} |")
-    mergekit = describe_for_mergekit(settings, {thinning.drop for thinning in used})
-    remarks = (
-        (
-            settings.keep_ratio < 1,
-            f"Of what survives the drop, the largest {settings.keep_ratio:.4g} of each tensor "
-            "is kept.\n",
-        ),
-        (config.rules, "Some tensors have settings of their own; they are in the recipe.\n"),
-        (
-            config.has_gradients,
-            "Some settings change over the layers, as the recipe says; here they are as outside "
-            "of them.\n",
-        ),
-        (
-            mergekit,
-            f"\nIn the words of [mergekit](https://github.com/arcee-ai/mergekit): {mergekit}.\n",
-        ),
-    )
-    is_whole = any(METHODS[own.method].whole for own in config.resolve_all(len(models)))
+    resolved = config.resolve_all(len(models))
+    is_exact = kind.is_exact and not any(METHODS[own.method].whole for own in resolved)
+    thinnings = [thinning for own in resolved for thinning in own.thinnings]
     own = inputs if kind.names_all else inputs[:1]
     listed = [pair for model in own for pair in name_parts(model.source).items()]
     # Of a model with an adapter on top, both: the Hub knows no others.
     named = [show_name(n).split("+") if each.joined else [show_name(n)] for each, n in listed]
+    title = f"A DARE merge of {count_of(len(models), 'model')}"
+    if not models:
+        title = f"Layers of {count_of(len(listed), 'model')}"
     story = STORY if models else STACK_STORY
     return CARD.format(
-        models="\n".join(f"- {as_yaml(name)}" for name in dict.fromkeys(itertools.chain(*named))),
+        front="\n".join(f"- {as_yaml(name)}" for name in dict.fromkeys(itertools.chain(*named))),
         relation=kind.relation,
         library=kind.library,
         tags="".join(f"- {tag}\n" for tag in kind.tags),
+        title=title,
         kind=kind.words,
-        equal=EQUAL if kind.is_exact and not is_whole else NEARLY_EQUAL,
-        title=f"A DARE merge of {count_of(len(models), 'model')}"
-        if models
-        else f"Layers of {count_of(len(listed), 'model')}",
         story=story.format(
-            base=as_code(base),
-            drops=describe_drops(used),
-            method=method.card(settings),
-            table="\n".join(rows),
-            lambda_coeff=settings.lambda_coeff,
+            base=base,
+            drops=describe_drops([thinning for thinning in thinnings if thinning.drop_rate]),
+            method=METHODS[settings.method].card(settings),
+            models="\n".join(f"- {name}" for name in models),
         ),
-        remarks="".join(text for applies, text in remarks if applies),
+        equal=EQUAL if is_exact else NEARLY_EQUAL,
         recipe=recipe.rstrip("\n"),
     )
 
@@ -418,59 +381,15 @@ def describe_drops(used: Sequence[Thinning]) -> str:
 
     used: all that drop something.
     """
-    cards = [DROPS[drop].card for drop in dict.fromkeys(t.drop for t in used)]
-    if not used:
-        return (
-            f"{DROPS[RANDOM].card[0]}: here nothing is dropped, and all that each fine-tune "
-            "changed is"
-        )
-    whose = " and ".join(whose for whose, _ in cards)
+    cards = [DROPS[drop].card for drop in dict.fromkeys(thinning.drop for thinning in used)]
+    whose = " and ".join(whose for whose, _ in cards or [DROPS[RANDOM].card])
     how = ", or ".join(how for _, how in cards)
-    rescaled = "the rest is rescaled, " if any(t.rescale != NONE for t in used) else ""
-    return (
-        f"{whose}: most of what each fine-tune changed is dropped {how}, {rescaled}"
-        "and what is left is"
-    )
-
-
-def describe_thinning(thinning: Thinning) -> str:
-    """What is dropped of a model, and what the rest is divided by, as cells of a table."""
-    dropped = f"{thinning.drop_rate:.4g}"
-    if thinning.drop != RANDOM:
-        names = DROPS[thinning.drop].settings
-        own = [f", {name} {getattr(thinning, name):.4g}" for name in names]
-        dropped += f" ({thinning.drop}{''.join(own)})"
-    if thinning.rescale == L1 and thinning.drop_rate:
-        return f"{dropped} | what restores the sum of sizes"
-    if thinning.divides_each:
-        return f"{dropped} | the probability to keep each"
-    return f"{dropped} | {thinning.divisor:.4g}"
-
-
-def describe_for_mergekit(settings: TensorSettings, drops: Collection[str]) -> str:
-    """The method and its densities as mergekit has them; empty where it has no such method."""
-    [drop, *others] = drops or ("",)
-    name = find_merge_method(settings.method, drop)
-    trimmed = settings.keep_ratio < 1  # which is all the dropping that its ties does
-    if others or name is None or (trimmed and drop):
-        return ""
-    family = FAMILIES[name]
-    usual = METHODS[settings.method].origin
-    if settings.origin != usual and family.base != OPTIONAL:  # there, it has one origin only
-        return ""
-    kept = [settings.keep_ratio if trimmed else 1 - rate for rate in settings.drop_rates]
-    shown = {
-        "density": ", ".join(dict.fromkeys(f"{density:.4g}" for density in kept)),
-        "lambda": f"{settings.lambda_coeff:g}",
-        "normalize": str(settings.normalize).lower(),
-    }
-    known = (*family.each, *family.shared, *family.ignored)
-    words = [f"`{key}: {value}`" for key, value in shown.items() if key in known]
-    return ", ".join([f"`merge_method: {name}`", *words])
+    if not used:
+        return f"{whose}: here nothing is dropped, and all that each fine-tune changed is"
+    return f"{whose}: most of what each fine-tune changed is dropped {how}, and what is left is"
 
 
 def card_name(source: Source) -> str:
-    """What a card calls a model, or the layers that it is made of."""
     names = {part: show_name(name) for part, name in name_parts(source).items()}
     slices = [f"{names[each.source]}[{each.start}:{each.stop}]" for each in source.slices]
     return " + ".join(slices) or names[source]

@@ -4,18 +4,17 @@ any place and synced meanwhile.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import itertools
 import json
 import os
 import stat
-import sys
 import tempfile
 import threading
 import time
 import zlib
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -33,10 +32,6 @@ MADE: Final = "output"
 JOURNAL_FILE: Final = "journal"
 LOCK_FILE: Final = "lock"
 LOCK_WORDS: Final = "dare is merging here: process"
-# How much is reserved at a time, and the rate, in bytes a second, below which a system does it by
-# writing zeros.
-RESERVED_BYTES: Final = 1 << 26
-ZEROS_PER_SECOND: Final = 8e9
 # How systems say that a directory cannot be synced at all, or not even opened.
 NO_SYNC: Final = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 NO_OPEN: Final = (*NO_SYNC, errno.EACCES, errno.EISDIR)
@@ -52,21 +47,21 @@ class Lock:
     The system unlocks it when the process ends.
     """
 
-    def __init__(self, folder: Path, destination: str) -> None:
+    def __init__(self, folder: Path, destination: str, shared: bool = False) -> None:
+        """shared: with others that want the same, as the parts of one merge do."""
         self.folder = folder
         self.path = folder / LOCK_FILE
         self.new_parents: list[Path] = []  # that were made for it, the deepest first
         self.descriptor = -1
-        self.is_ours = False  # the folder
         try:
-            while not self._lock(destination):
-                self._close()
-            self._sign()
+            while not self._lock(destination, shared):
+                self.close()
+            self._sign(shared)
         except BaseException:
             self.release(keep=True)
             raise
 
-    def _lock(self, destination: str) -> bool:
+    def _lock(self, destination: str, shared: bool) -> bool:
         """Lock what others would find. Gives whether it is: who had it may remove it any time."""
         try:
             if not self.folder.parent.exists():
@@ -76,33 +71,33 @@ class Lock:
                 os.mkdir(self.folder, PRIVATE)
             except FileExistsError:
                 check_ours(self.folder)
-            self.is_ours = True
             self.descriptor = open_own(self.path, os.O_RDWR, 0o600)
-            if try_lock(self.descriptor):
+            if try_lock(self.descriptor, shared):
                 return os.path.samestat(os.fstat(self.descriptor), os.stat(self.path))
-            words = os.read(self.descriptor, 100).decode(errors="replace").split()
+            words = self._read().split()
         except (FileNotFoundError, NotADirectoryError):
             if os.path.islink(self.folder) or os.path.isfile(self.folder):
                 raise explain_foreign(self.folder) from None
             return False
-        self._close()  # so that nothing of the other's is removed
+        self.close()  # so that nothing of the other's is removed
         holder = f"process {words[-1]}" if words else "of an unknown process"
         raise DareError(
             f"another merge ({holder}) is writing {destination!r}", "wait, or give another output"
         )
 
-    def _sign(self) -> None:
+    def _read(self) -> str:
+        return os.read(self.descriptor, 100).decode(errors="replace").partition("\n")[0]
+
+    def _sign(self, shared: bool) -> None:
         """Write who has the lock, unless it is somebody's file of the same name."""
-        content = os.read(self.descriptor, 100).decode(errors="replace")
+        content = self._read()
         # A lock of ours may have been cut short if there is nothing beside it.
         is_cut = LOCK_WORDS.startswith(content) and not self.leftovers()
         if not content.startswith(LOCK_WORDS) and not is_cut:
-            self._close()
+            self.close()
             raise explain_foreign(self.folder)
-        words = f"{LOCK_WORDS} {os.getpid()}\n".encode()
-        os.lseek(self.descriptor, 0, os.SEEK_SET)
-        write_all(self.descriptor, words)
-        os.ftruncate(self.descriptor, len(words))
+        if is_cut or not shared:
+            write_synced(self.path, 0, [f"{LOCK_WORDS} {os.getpid()}\n".encode()])
 
     def leftovers(self) -> list[Path]:
         """What there is besides the lock, as an unfinished merge leaves it."""
@@ -119,14 +114,12 @@ class Lock:
                     remove(path)
                 if not self.leftovers():  # the lock marks what could not be removed as ours
                     self.path.unlink(missing_ok=True)
-            if self.is_ours:
-                os.rmdir(self.folder)
-        for path in self.new_parents:
-            with suppress(OSError):  # with an output in it, it stays
+        for path in (self.folder, *self.new_parents):
+            with suppress(OSError):  # with something in it, it stays
                 os.rmdir(path)
-        self._close()
+        self.close()
 
-    def _close(self) -> None:
+    def close(self) -> None:
         descriptor = self.descriptor
         self.descriptor = -1
         with suppress(OSError):  # as where none is open
@@ -143,13 +136,13 @@ def check_ours(folder: Path) -> None:
         raise explain_foreign(folder)
     is_own = not hasattr(os, "geteuid") or status.st_uid == os.geteuid()
     if not is_own and status.st_uid != find_owner(folder.parent):
-        raise explain_unsafe(folder, "belongs to another user")
+        raise explain_foreign(folder, "belongs to another user")
     names = os.listdir(folder)
     modes = [os.lstat(folder / LOCK_FILE).st_mode] if LOCK_FILE in names else []
     if names and not any(map(stat.S_ISREG, modes)):
         raise explain_foreign(folder)
     if status.st_mode & OTHERS_WRITE and not any(mode & OTHERS_WRITE for mode in modes):
-        raise explain_unsafe(folder, "can be written to by other users")
+        raise explain_foreign(folder, "can be written to by other users")
 
 
 def find_owner(folder: Path) -> int:
@@ -160,15 +153,8 @@ def find_owner(folder: Path) -> int:
         return os.fstat(file.fileno()).st_uid
 
 
-def explain_unsafe(folder: Path, why: str) -> DareError:
-    return DareError(f"{str(folder)!r} {why}", "remove it, or give another output")
-
-
-def explain_foreign(folder: Path) -> DareError:
-    """Where an output is to be made, there is something of the same name."""
-    return DareError(
-        f"{str(folder)!r} exists and was not made by this tool", "move it elsewhere, or rename it"
-    )
+def explain_foreign(folder: Path, why: str = "exists and was not made by this tool") -> DareError:
+    return DareError(f"{str(folder)!r} {why}", "move it elsewhere, or give another output")
 
 
 def try_lock(descriptor: int, shared: bool = False) -> bool:
@@ -188,39 +174,47 @@ def try_lock(descriptor: int, shared: bool = False) -> bool:
 
 
 class Journal:
-    """A line for what the merge is, then lines for what of it is known to be on the disk.
+    """A line for what the merge is and for the files that it is about, then lines for what of them
+    is known to be on the disk.
 
-    Each line begins with a checksum; the first one that does not match, as after a crash, ends the
-    journal.
+    Each line begins with a checksum; one that does not match it, as after a crash, is skipped.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.length = 0  # of the lines that are complete
         entries: list[Any] = []
         with suppress(OSError, ValueError, RecursionError), open_regular(path) as file:
             for line in file:
-                check, _, text = line.partition(b" ")
-                if check != b"%08x" % zlib.crc32(text.rstrip(b"\n")) or not line.endswith(b"\n"):
-                    break
-                entries.append(json.loads(text))
-                self.length += len(line)
+                check, _, text = line.rstrip(b"\n").partition(b" ")
+                if check == b"%08x" % zlib.crc32(text):
+                    entries.append(json.loads(text))
         # After a first line that is damaged, what follows means nothing.
         is_sound = bool(entries) and isinstance(entries[0], dict)
-        self.identity: dict[str, Any] | None = entries[0] if is_sound else None
+        first = entries[0] if is_sound else {}
+        self.identity: dict[str, Any] | None = first.get("merge")
+        self.files: list[str] = first.get("files", [])
         self.done: list[Any] = list(itertools.chain(*entries[1:])) if is_sound else []
+
+    def begin(self, identity: dict[str, Any], files: Sequence[PlannedFile] = ()) -> None:
+        self.append({"merge": identity, "files": [file.name for file in files]})
 
     def append(self, entry: Any) -> None:
         text = json.dumps(entry, separators=(",", ":")).encode()
-        write_synced(self.path, os.O_APPEND, [b"%08x %s\n" % (zlib.crc32(text), text)])
+        # What a crash left of a line before it must end.
+        write_synced(self.path, os.O_APPEND, [b"\n%08x %s\n" % (zlib.crc32(text), text)])
 
-    def cut(self) -> None:
-        """Take away what follows the last complete line."""
-        descriptor = os.open(self.path, os.O_WRONLY | NO_FOLLOW | BINARY)
-        try:
-            os.ftruncate(descriptor, self.length)
-        finally:
-            os.close(descriptor)
+
+def read_journals(folder: Path, identity: dict[str, Any]) -> list[Journal]:
+    """What all processes have noted of an unfinished merge, which must be this one."""
+    found = map(Journal, sorted(folder.glob(f"{JOURNAL_FILE}*")))
+    journals = [journal for journal in found if journal.identity is not None]
+    for journal in journals:
+        if difference := explain_difference(journal.identity or {}, identity):
+            raise DareError(
+                f"the unfinished merge in {str(folder)!r} is another one: {difference}",
+                "give the same models and settings; or remove it, as a merge without --resume does",
+            )
+    return journals
 
 
 def explain_difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> str:
@@ -230,10 +224,6 @@ def explain_difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "
         before, now = old.get(key), new.get(key)
         if before == now:
             continue
-        if before is None:
-            return f"it has no {name}, and this one has"
-        if now is None:
-            return f"it has {name}, and this one has not"
         if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
             before, now = map(number, (before, now))
         if isinstance(before, dict) and isinstance(now, dict):
@@ -273,42 +263,55 @@ class Files:
         ]
         self.guard = guard
         self.journal = Journal(self.folder / journal)
+        self.done: list[Any] = []  # by others, or by earlier runs
         self.descriptors: list[int] = []
         self._dirty: set[int] = set()  # descriptors of files with bytes that are not synced
         self._written: list[Any] = []  # what is not in the journal yet
         self._recorded = time.monotonic()  # when something last was
-        self._error: OSError | None = None  # of the background: the system reports it only once
         self._mutex = threading.Lock()
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._background: Future[None] | None = None
 
     def __enter__(self) -> Self:
         return self
 
-    def list_complete(self) -> list[bool]:
-        """Which files are as long as they will be."""
-        return [
-            path.is_file() and path.stat().st_size == file.size
+    def list_lost(self) -> set[str]:
+        """The files that are not as long as they will be."""
+        return {
+            file.name
             for path, file in zip(self.paths, self.files, strict=True)
-        ]
+            if not path.is_file() or path.stat().st_size != file.size
+        }
 
-    def _open(self) -> None:
-        """Open the files, and make those that are not there: their own journals are not true."""
-        complete = self.list_complete()
+    def _open(self, identity: dict[str, Any], journals: Sequence[Journal] = ()) -> None:
+        """Open the files, and make those that are not there: what journals say of them is not
+        true.
+        """
+        lost = self.list_lost()
         for path in self.paths:
             if path.parent not in (self.folder, self.made):  # of a module that is stored apart
                 with suppress(FileExistsError):
                     os.mkdir(path.parent)
             self.descriptors.append(open_own(path, os.O_RDWR))
         self._check_still_ours()  # before anything is written
+        for journal in journals:
+            if lost.isdisjoint(journal.files):
+                self.done += journal.done
+            else:
+                journal.path.unlink(missing_ok=True)
         for number, file in enumerate(self.files):
-            if not complete[number]:
-                remove(self.folder / name_journal(file))
-                reserve(self.descriptors[number], file.size)
+            if file.name in lost:
+                os.ftruncate(self.descriptors[number], file.size)
             # Who made a file that is there may have come no further than its size.
             with open_regular(self.paths[number]) as made:
                 if made.read(len(file.header)) != file.header:
                     self.write_at(number, memoryview(file.header), 0)
+        self._sync()
+        self.journal = Journal(self.journal.path)
+        if self.journal.identity is None:
+            self.journal.path.unlink(missing_ok=True)
+            self.journal.begin(identity, self.files)
+        self._background = ThreadPoolExecutor(1).submit(self._run)
 
     def _check_still_ours(self) -> None:
         """Refuse to go on in a folder that somebody removed: another merge may have begun there."""
@@ -334,17 +337,14 @@ class Files:
 
     def note(self, entry: Any) -> None:
         """Remember that something is written; once it is on the disk, it goes to the journal."""
-        if self._error is not None:
-            raise self._error
+        if self._background and self._background.done():
+            self._background.result()  # which failed: the system reports an error only once
         with self._mutex:
             self._written.append(entry)
 
     def _run(self) -> None:
-        try:
-            while not self._stopped.wait(TUNING.flush_seconds):
-                self._flush(time.monotonic() - self._recorded > TUNING.journal_seconds)
-        except OSError as error:
-            self._error = error
+        while not self._stopped.wait(TUNING.flush_seconds):
+            self._flush(time.monotonic() - self._recorded > TUNING.journal_seconds)
 
     def _flush(self, record: bool) -> None:
         """Send what is written to the disk. record: and then say so in the journal."""
@@ -363,10 +363,8 @@ class Files:
     def _stop(self, record: bool) -> None:
         """Stop the background, and raise what failed there. record: flush for the last time."""
         self._stopped.set()
-        if self._thread.is_alive():
-            self._thread.join()
-        if self._error is not None:
-            raise self._error
+        if self._background:
+            self._background.result()
         if record:
             self._flush(record)
 
@@ -378,30 +376,6 @@ class Files:
         while self.descriptors:
             with suppress(OSError):
                 os.close(self.descriptors.pop())
-
-
-def name_journal(file: PlannedFile) -> str:
-    """The journal of a file that another process makes than the one that publishes it."""
-    return f"{JOURNAL_FILE}-{file.name.replace('/', '-')}"
-
-
-def reserve(descriptor: int, size: int) -> None:
-    """Make a file as long as it will be and, where the system can, reserve its space on the disk.
-
-    A disk does that at once. Where it takes as long as writing zeros (on tmpfs it is just that),
-    the rest is skipped.
-    """
-    libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
-    allocate: Any = getattr(libc, "fallocate", None)
-    for start in range(0, size if allocate else 0, RESERVED_BYTES):
-        count = min(RESERVED_BYTES, size - start)
-        began = time.perf_counter()
-        failed = allocate(descriptor, 0, ctypes.c_int64(start), ctypes.c_int64(count))
-        if failed and ctypes.get_errno() == errno.ENOSPC:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        if failed or time.perf_counter() - began > count / ZEROS_PER_SECOND:
-            break
-    os.ftruncate(descriptor, size)
 
 
 def sync_directory(path: Path) -> None:
@@ -425,21 +399,17 @@ def open_own(path: Path, flags: int, mode: int = 0o666) -> int:
     return os.open(path, flags | NO_FOLLOW | BINARY)
 
 
-def write_synced(path: Path, flags: int, pieces: Iterable[bytes]) -> None:
+def write_synced(path: Path, flags: int, pieces: Iterable[bytes | memoryview]) -> None:
     """Write a small file, and wait until it is on the disk."""
     descriptor = open_own(path, os.O_WRONLY | flags)
     try:
         for piece in pieces:
-            write_all(descriptor, piece)
+            view = memoryview(piece).cast("B")
+            while view:
+                view = view[os.write(descriptor, view) :]
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def write_all(descriptor: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]
 
 
 def limit_mode(path: Path, like: Path) -> None:

@@ -4,13 +4,12 @@ written.
 
 import dataclasses
 import hashlib
-import itertools
 import json
 import os
 import shutil
 import sys
 import tomllib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,11 +29,8 @@ from darelib.models.tensorfile import read_json
 from darelib.models.tensors import Encoding
 from darelib.output.destination import (
     Destination,
-    Replaced,
     check_apart,
     check_replaceable,
-    describe_replaced,
-    digest_of,
     explain_place_errors,
     is_weights,
     list_files,
@@ -55,33 +51,30 @@ from darelib.output.directory import (
     recipe_text,
     update_config,
 )
-from darelib.output.generation import compare_generation, place_generation
 from darelib.output.tokenizer import (
     SideFiles,
     TokenizerChoice,
+    compare_generation,
     compare_tokenizers,
+    place_generation,
     place_tokenizer,
 )
 from darelib.plan.checks import check_kinds
 from darelib.plan.plan import MergePlan, count_threads, plan_merge
 from darelib.plan.relation import check_sample
-from darelib.plan.tensors import PlannedFile, TensorPlan, assign_offsets
+from darelib.plan.tensors import TensorPlan, assign_offsets
 
 
 @dataclass(frozen=True)
 class FilePlan(MergePlan):
-    """A merge into one file or a model directory."""
-
     output: Destination = dataclasses.field(kw_only=True)
     tokenizer: TokenizerChoice = dataclasses.field(kw_only=True)
     recipe: str = dataclasses.field(kw_only=True)  # in each file of tensors
-    # The other files of a model directory: their content, or what to copy; and the digests of
-    # these.
+    # The other files of a model directory: their content, or what to copy.
     side: Mapping[str, bytes | Path] = dataclasses.field(default_factory=dict)
-    digests: Mapping[str, str] = dataclasses.field(default_factory=dict)
     free: int = 0  # bytes on the output's disk
     unfinished: bool = False  # whether an earlier merge to the same place left something
-    replaces: Replaced | None = None  # what is at that place
+    replaces: int = 0  # bytes of what is at that place
 
     @property
     def own_recipe(self) -> str:
@@ -98,27 +91,17 @@ class FilePlan(MergePlan):
         """How values of a tensor are compared that are not the same everywhere; None: they are."""
         return compare_values if tensor.matrices else None
 
-    def shards(self, numbers: Collection[int]) -> Iterator[Self]:
-        """Some of the files, each as a plan of its own: a tensor lies in one file, and files share
-        nothing.
+    def part(self, numbers: Sequence[int]) -> Self:
+        """Some of the files, without what lies beside them: a tensor lies in one file, and files
+        share nothing.
         """
-        for number, tensors in itertools.groupby(self.tensors, lambda tensor: tensor.output.file):
-            if number in numbers:
-                yield self._keep([tensor.move(0) for tensor in tensors], [self.files[number]])
-
-    def part(self, numbers: Collection[int]) -> Self:
-        """Some of the files, without what lies beside them."""
         own = [tensor for tensor in self.tensors if tensor.output.file in numbers]
-        return self._keep(own, [self.files[number] for number in numbers])
-
-    def _keep(self, tensors: Sequence[TensorPlan], files: Sequence[PlannedFile]) -> Self:
         return dataclasses.replace(
             self,
-            tensors=tuple(tensors),
-            files=tuple(files),
+            tensors=tuple(tensor.move(numbers.index(tensor.output.file)) for tensor in own),
+            files=tuple(self.files[number] for number in numbers),
             side={},
-            digests={},
-            threads=count_threads(self.config, tensors),
+            threads=count_threads(self.config, own),
         )
 
     def identity(self, inputs: Sequence[Checkpoint]) -> dict[str, Any]:
@@ -192,9 +175,7 @@ def plan_files(
     if destination.directory:
         side, notes = make_side_files(placed, inputs, version)
         warnings += notes
-    copied = {name: content for name, content in side.items() if isinstance(content, Path)}
-    digests = {name: digest_of(path) for name, path in copied.items()}
-    return dataclasses.replace(placed, side=side, digests=digests, warnings=tuple(warnings))
+    return dataclasses.replace(placed, side=side, warnings=tuple(warnings))
 
 
 def make_side_files(
@@ -302,7 +283,8 @@ def check_place(plan: FilePlan, inputs: Sequence[Checkpoint], force: bool) -> Fi
             with suppress(FileNotFoundError):  # of another merge, which has just ended
                 # Its blocks are used again, or removed.
                 free += getattr(path.lstat(), "st_blocks", 0) * 512
-        replaces = describe_replaced(destination)
+        replaced = (destination.path, *destination.path.rglob("*"))
+        replaces = sum(path.stat().st_size for path in replaced if path.is_file())
     with explain_read_errors():
         size = plan.size
     if size > free:

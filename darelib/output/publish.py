@@ -5,87 +5,59 @@ this for directories.
 """
 
 import ctypes
-import io
-import itertools
 import os
+import secrets
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
 from darelib.core.interrupts import Interrupts
-from darelib.core.text import LOG, DareError, InputChanged
+from darelib.core.text import LOG, DareError, InputChanged, as_text
+from darelib.models.source import RECIPE_FILE
 from darelib.models.tensorfile import BINARY
-from darelib.output.destination import Destination, check_replaceable, digest_of
+from darelib.output.destination import Destination, check_replaceable, digest_of, read_digests
 from darelib.output.files import (
     JOURNAL_FILE,
     LOCK_FILE,
-    LOCK_WORDS,
     MADE,
-    NO_FOLLOW,
-    PRIVATE,
     Files,
     Journal,
     Lock,
-    check_ours,
-    explain_difference,
-    explain_foreign,
     limit_mode,
-    name_journal,
+    read_journals,
     remove,
     sync_directory,
-    try_lock,
     write_synced,
 )
 from darelib.output.prepare import FilePlan
-from darelib.output.scratch import make_scratch, remove_abandoned
 from darelib.plan.tensors import PlannedFile
 
 # In the folder beside the destination, for an instant: the model that is replaced.
 REPLACED: Final = "replaced"
 
 
-class Shard(Files):
-    """A file made by another process than the one that publishes it, with a journal of its own.
+class Part(Files):
+    """Some files of an output, made by another process than the one that publishes it.
 
-    A third process may make the same one at the same time: both write the same bytes. What their
-    journals then lack is done again.
+    A third process may make the same ones at the same time: both write the same bytes.
     """
 
     def __init__(
-        self, destination: Destination, file: PlannedFile, identity: dict[str, Any]
+        self, destination: Destination, files: Sequence[PlannedFile], identity: dict[str, Any]
     ) -> None:
-        path = destination.partial / JOURNAL_FILE
+        path = destination.partial / LOCK_FILE
         guard = (os.open(path, os.O_RDONLY | BINARY), path)
-        super().__init__(destination, [file], name_journal(file), guard)
+        super().__init__(destination, files, name_journal(), guard)
         try:
-            # The merge that asked for this file may have failed, and another one begun there.
-            whole = Journal(path)  # of a process that went on alone
-            check_same_merge(whole, identity, self.folder)
-            if whole.done and not all(self.list_complete()):
-                raise DareError(
-                    f"{file.name!r} is gone from {str(self.folder)!r}",
-                    "remove that folder, and merge again",
-                )
-            self._open()
-            self._begin_journal(identity)
-            sync_directory(self.made)
+            # The merge that asked for these files may have failed, and another one begun there.
+            journals = read_journals(self.folder, identity)
+            if not journals:
+                raise DareError(f"what was in {str(self.folder)!r} is gone", "merge again")
+            self._open(identity, journals)
         except BaseException:
             self._close()
             raise
-        self.done = [*whole.done, *self.journal.done]
-        self._thread.start()
-
-    def _begin_journal(self, identity: dict[str, Any]) -> None:
-        """Go on with the file's journal, or begin one if it is another merge's, or gone."""
-        path = self.journal.path
-        if Journal(path).identity != identity:
-            remove(path)
-            self._sync()
-            self.journal.append(identity)
-        self.journal = Journal(path)
-        with suppress(FileNotFoundError):  # a process that makes the same file has just begun
-            self.journal.cut()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Note what is done. What failed to reach the disk is an error even if nothing else is."""
@@ -119,15 +91,12 @@ class Output(Files):
         self.resume = resume
         self.lock = Lock(destination.partial, destination.name)
         super().__init__(destination, files, JOURNAL_FILE, (self.lock.descriptor, self.lock.path))
-        self.done: list[Any] = []  # by earlier runs
         keep = True  # what an earlier run left, until it is known to be of no use
         try:
-            remove_abandoned(name_scratch(self.folder), self.lock.path)
             self._restore_replaced()
             if not self._continue(identity):
                 keep = False
                 self._begin(identity)
-            self._thread.start()
         except BaseException:
             self.discard(keep)
             raise
@@ -141,8 +110,6 @@ class Output(Files):
         target = self.destination.path
         if not old.exists():
             return
-        if target.is_dir() and not os.listdir(target):
-            os.rmdir(target)
         if not target.exists():
             os.rename(old, target)
         elif self.made.exists():  # so the new one was not put there, but something else was
@@ -152,34 +119,22 @@ class Output(Files):
             )
 
     def _continue(self, identity: dict[str, Any]) -> bool:
-        """Continue what an earlier run left, if that is wanted and possible."""
+        """Continue what an earlier run, or parts, left, if that is wanted and possible."""
+        if not self.resume and self.lock.leftovers():
+            LOG.warning(f"an unfinished merge in {self.folder} is removed; --resume continues one")
+        if not self.resume:
+            return False
         if not self.lock.leftovers():
-            if self.resume:
-                LOG.info("there is no unfinished merge to resume; starting from the beginning")
+            LOG.info("there is no unfinished merge to resume; starting from the beginning")
             return False
-        begun = self.journal.identity
-        # What parts have not made yet is not missed.
-        complete = begun is not None and (not self.journal.done or all(self.list_complete()))
-        if not self.resume or begun is None:
-            what = "is removed (--resume would continue it)" if complete else "is removed"
-            LOG.warning(f"an unfinished merge in {self.folder} {what}")
-            return False
-        if difference := explain_difference(begun, identity):
-            raise DareError(
-                f"the unfinished merge in {str(self.folder)!r} is another one: {difference}",
-                "run without --resume to remove it and start again",
-            )
-        if not complete:
+        journals = read_journals(self.folder, identity)
+        lost = self.list_lost()
+        if all(not lost.isdisjoint(journal.files) for journal in journals):
             LOG.warning(
-                f"the unfinished merge in {self.folder} cannot be continued: "
-                "its files are not complete"
+                f"the unfinished merge in {self.folder} cannot be continued: it is not complete"
             )
             return False
-        self.journal.cut()
-        self._open()
-        journals = [Journal(self.folder / name_journal(file)) for file in self.files]
-        parts = [journal.done for journal in journals if journal.identity == identity]
-        self.done = list(itertools.chain(self.journal.done, *parts))
+        self._open(identity, journals)
         return True
 
     def _begin(self, identity: dict[str, Any]) -> None:
@@ -190,20 +145,19 @@ class Output(Files):
                 f"{str(left[0])!r}, of an unfinished merge, cannot be removed",
                 "remove it, or give another output",
             )
-        self.journal = Journal(self.journal.path)
         if self.destination.directory:
             os.mkdir(self.made)
-        self._open()
-        self._sync()
-        self.journal.append(identity)
+        self._open(identity)
 
     def write_file(self, name: str, content: bytes | Path) -> None:
         """A small file of a model directory: of this content, or a copy of that file."""
         os.makedirs((self.made / name).parent, exist_ok=True)
+        if isinstance(content, bytes):
+            write_synced(self.made / name, os.O_TRUNC, [content])
+            return
         with closing(read_pieces(content)) as pieces:
             write_synced(self.made / name, os.O_TRUNC, pieces)
-        if isinstance(content, Path):
-            limit_mode(self.made / name, content)
+        limit_mode(self.made / name, content)
 
     def publish(
         self,
@@ -220,8 +174,9 @@ class Output(Files):
             interrupts.check()
             self.write_file(name, content)
         check_inputs()
-        for name, digest in plan.digests.items():
-            if digest_of(self.made / name) != digest:
+        digests = read_digests(self.made)
+        for name in plan.side:
+            if name != RECIPE_FILE and digest_of(self.made / name) != digests[as_text(name)]:
                 raise DareError(
                     f"{name!r} changed while it was merged",
                     "merge again, and change no input meanwhile",
@@ -242,7 +197,8 @@ class Output(Files):
         # Somebody may have put something there.
         check_replaceable(self.destination, force, recipe)
         # From here on what lies in the folder may be the old model, which must not be continued.
-        self.journal.path.unlink()
+        for journal in self.folder.glob(f"{JOURNAL_FILE}*"):
+            journal.unlink()
         self.resume = False
         sync_directory(self.folder)
         replace(self.made, self.destination.path)
@@ -272,60 +228,19 @@ class Output(Files):
 def share_folder(destination: Destination, identity: dict[str, Any]) -> Iterator[None]:
     """Work in the folder of an output beside others that do the same merge.
 
-    The first one makes it, in one step. Meanwhile nobody else can publish or remove it, so far as
-    the filesystem has locks.
+    Meanwhile nobody else can publish or remove it, so far as the filesystem has locks.
     """
     folder = destination.partial
-    if not os.path.lexists(folder / LOCK_FILE):
-        make_folder(folder, identity)
-    try:
-        check_ours(folder)
-        descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | NO_FOLLOW | BINARY)
-    except (FileNotFoundError, NotADirectoryError):
-        raise explain_foreign(folder) from None
-    try:
-        if not try_lock(descriptor, shared=True):
-            raise DareError(
-                f"another merge is writing {destination.name!r}", "wait, or give another output"
-            )
-        check_same_merge(Journal(folder / JOURNAL_FILE), identity, folder)
-        remove_abandoned(name_scratch(folder), folder / LOCK_FILE)
+    with closing(Lock(folder, destination.name, shared=True)):
+        journals = read_journals(folder, identity)
+        os.makedirs(folder / MADE, exist_ok=True)  # before anybody counts on it
+        if not journals:
+            Journal(folder / name_journal()).begin(identity)
         yield
-    finally:
-        os.close(descriptor)
 
 
-def make_folder(folder: Path, identity: dict[str, Any]) -> None:
-    """Make the folder of an output elsewhere and give it its name, unless somebody was faster."""
-    os.makedirs(folder.parent, exist_ok=True)
-    with make_scratch(name_scratch(folder)) as scratch:
-        new = scratch / MADE
-        os.mkdir(new, PRIVATE)
-        os.mkdir(new / MADE)
-        write_synced(new / LOCK_FILE, 0, [f"{LOCK_WORDS} {os.getpid()}\n".encode()])
-        Journal(new / JOURNAL_FILE).append(identity)
-        sync_directory(new)
-        with suppress(OSError):
-            os.rename(new, folder)
-
-
-def name_scratch(folder: Path) -> Path:
-    """What the folders begin with in which the folder of an output is made."""
-    return folder.with_name(f"{folder.name}.")
-
-
-def check_same_merge(journal: Journal, identity: dict[str, Any], folder: Path) -> None:
-    if journal.identity is None:
-        raise DareError(
-            f"the unfinished merge in {str(folder)!r} cannot be continued: its journal is missing "
-            "or damaged",
-            "remove that folder, and try again",
-        )
-    if difference := explain_difference(journal.identity, identity):
-        raise DareError(
-            f"the unfinished merge in {str(folder)!r} is another one: {difference}",
-            "give all parts the same models and settings, or remove that folder",
-        )
+def name_journal() -> str:
+    return f"{JOURNAL_FILE}-{secrets.token_hex(8)}"  # of a process beside others
 
 
 @contextmanager
@@ -342,15 +257,14 @@ def explain_write_errors(destination: Destination, resume: bool) -> Iterator[Non
         ) from None
 
 
-def read_pieces(content: bytes | Path) -> Generator[bytes]:
-    """What is to be written: these bytes, or what a file holds, a piece at a time."""
+def read_pieces(path: Path) -> Generator[bytes]:
     try:
-        with io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as file:
+        with path.open("rb") as file:
             while piece := file.read(1 << 20):
                 yield piece
     except OSError as error:
         raise InputChanged(
-            f"cannot read {str(content)!r} any more: {error.strerror}", "merge again"
+            f"cannot read {str(path)!r} any more: {error.strerror}", "merge again"
         ) from None
 
 

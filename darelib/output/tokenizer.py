@@ -1,15 +1,18 @@
-"""The tokenizer and the chat template of a model directory: the base's, a model's, or a union."""
+"""The tokenizer and the chat template of a model directory: the base's, a model's, or a union; and
+how it begins and ends texts: like the model whose chat template it has, or else its tokenizer.
+"""
 
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
+from darelib.config import is_count
 from darelib.core.text import ConfigError, DareError, list_names
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.directories import CONFIG_FILE
@@ -24,7 +27,7 @@ from darelib.models.source import (
     recorded_name,
 )
 from darelib.models.templates import TEMPLATES
-from darelib.models.tensorfile import explain_os_error, open_regular, read_json
+from darelib.models.tensorfile import open_regular, read_json
 from darelib.models.vocabulary import (
     ADDED_START,
     ADDED_TABLE,
@@ -63,6 +66,10 @@ MAX_TEMPLATE: Final = 1 << 20  # bytes
 SPECIAL_LISTS: Final = ("additional_special_tokens", "extra_special_tokens")
 # What a text begins and ends with, and what fills it up.
 SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "pad_token")
+TOKEN_IDS: Final = tuple(f"{name}_id" for name in SPECIAL_TOKENS)
+# Of a generation_config.json.
+NO_SETTINGS: Final = ("transformers_version", "_from_model_config")
+SHOWN: Final = 60  # characters of a value
 TOKENIZER_HINT: Final = "tokenizer wants base, union or a model"
 TEMPLATE_HINT: Final = f"chat_template wants a model, a file or one of {', '.join(TEMPLATES)}"
 
@@ -84,7 +91,6 @@ class Owner:
 
     @cached_property
     def special(self) -> set[str]:
-        """The special tokens that were added to its tokenizer."""
         added = self.vocabulary.added if self.vocabulary else ()
         return {token_text(entry) for entry in added if entry.get("special")} - {""}
 
@@ -154,8 +160,6 @@ class Voice:
 
 @dataclass(frozen=True)
 class TokenizerChoice:
-    """Where an output's tokenizer and chat template come from."""
-
     name: str = BASE  # base, union, or a model
     folder: Path | None = None  # of that model
     template: Any = None  # None: the base's or, where it has none, the first that a model has
@@ -164,17 +168,13 @@ class TokenizerChoice:
     paths: tuple[tuple[str, Path], ...] = ()  # what must not be written to, by the user's names
 
     @property
-    def unites(self) -> bool:
-        return self.name == UNION
-
-    @property
     def source(self) -> Source:
         return Source(self.name, self.folder or Path(self.name))
 
 
-def choose_tokenizer(tokenizer: Source | None, template: Source | None) -> TokenizerChoice:
-    name = tokenizer.name if tokenizer else BASE
-    if tokenizer and tokenizer.is_word and name not in (BASE, UNION):
+def choose_tokenizer(tokenizer: Source, template: Source | None) -> TokenizerChoice:
+    name = tokenizer.name
+    if tokenizer.is_word and name not in (BASE, UNION):
         raise DareError(f"there is no tokenizer {name!r}", TOKENIZER_HINT)
     if template and template.name == UNION:
         raise ConfigError("chat templates have no union", TEMPLATE_HINT)
@@ -195,25 +195,15 @@ def choose_tokenizer(tokenizer: Source | None, template: Source | None) -> Token
     text: Any = None
     speaker: Owner | None = None
     if source := sources.get("chat_template"):
-        text = read_template(source)
         home = find_folder(source)
         speaker = Owner(source.name, home) if home else None
+        text = find_template(home) if home else read_text(source.path)
+        if text is None:
+            raise DareError(f"there is no chat template in {source.name!r}", TEMPLATE_HINT)
     elif template and template.name != BASE:
         text = settings["chat_template"] = TEMPLATES.get(template.name, template.name)
     paths = tuple((source.name, source.path) for source in sources.values())
     return TokenizerChoice(name, folder, text, speaker, settings, paths)
-
-
-def read_template(source: Source) -> Any:
-    """The chat template of a model, or in a file."""
-    try:
-        folder = find_folder(source)
-        template = find_template(folder) if folder else read_text(source.path)
-    except OSError as error:
-        raise explain_os_error(error, source.name, "give a model or a text") from None
-    if template is None:
-        raise DareError(f"there is no chat template in {source.name!r}", TEMPLATE_HINT)
-    return template
 
 
 def find_folder(source: Source) -> Path | None:
@@ -230,11 +220,16 @@ def tokenizer_files(folder: Path | None) -> dict[str, Path]:
         return {}
     paths = {path for pattern in TOKENIZER_PATTERNS for path in folder.glob(pattern)}
     files = {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}
-    check_links(folder, files.values())
-    for path in files.values():
-        if not os.access(path, os.R_OK):  # to be known before the merge, not after it
-            raise DareError(f"cannot read {str(path)!r}", "check its permissions")
+    check_readable(folder, files.values())
     return files
+
+
+def check_readable(folder: Path, paths: Iterable[Path]) -> None:
+    """Refuse files that cannot be copied before the merge, not after it."""
+    check_links(folder, paths)
+    for path in paths:
+        if not os.access(path, os.R_OK):
+            raise DareError(f"cannot read {str(path)!r}", "check its permissions")
 
 
 def find_template(folder: Path | None) -> Any:
@@ -253,18 +248,15 @@ def find_template(folder: Path | None) -> Any:
 
 
 def read_text(path: Path) -> str:
-    with open_regular(path) as file:
-        data = file.read(MAX_TEMPLATE + 1)
-    if len(data) > MAX_TEMPLATE:
-        raise DareError(
-            f"the chat template {str(path)!r} is longer than {MAX_TEMPLATE:,} bytes",
-            "choose another",
-        )
     try:
+        with open_regular(path) as file:
+            data = file.read(MAX_TEMPLATE + 1)
+        if len(data) > MAX_TEMPLATE:
+            raise ValueError(f"it is longer than {MAX_TEMPLATE:,} bytes")
         return data.decode()
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise DareError(
-            f"the chat template {str(path)!r} is not UTF-8 text: {error}", "save it as UTF-8"
+            f"cannot read the chat template {str(path)!r}: {error}", "choose another, in UTF-8"
         ) from None
 
 
@@ -290,7 +282,7 @@ def place_tokenizer(
                 f"and the merged model has rows for {rows:,}",
                 "--tokenizer union gives every token a row",
             )
-    if choice.unites:
+    if choice.name == UNION:
         add_tokens(side, base.added, [model.folder for model in models])
     template, speaker = choose_template(choice, tokenizer, owners)
     voice = Voice(tokenizer, speaker or tokenizer, owners, base.added)
@@ -334,7 +326,7 @@ def set_template(side: SideFiles, template: Any) -> None:
         side.setdefault(TOKENIZER_CONFIG, b"{}")  # which every version of transformers reads
         edit_json(side, TOKENIZER_CONFIG, lambda table: table.update(chat_template=template))
     else:
-        side[TEMPLATE_FILE] = encode_text(template, "the chat template")
+        side[TEMPLATE_FILE] = template.encode(errors="replace")  # half of a surrogate pair
 
 
 def edit_json(side: SideFiles, name: str, edit: Callable[[dict[str, Any]], None]) -> None:
@@ -344,18 +336,8 @@ def edit_json(side: SideFiles, name: str, edit: Callable[[dict[str, Any]], None]
         table = json.loads(content) if isinstance(content, bytes) else read_json(content, name)
         edit(table)
         text = json.dumps(table, indent=2, ensure_ascii=False)
-        side[name] = encode_text(text, f"what {name!r} would hold") + b"\n"
-
-
-def encode_text(text: str, what: str) -> bytes:
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        half = text[error.start : error.end]
-        raise DareError(
-            f"{what} is no text: it has half of a surrogate pair, {half!r}",
-            "fix the tokenizer that it comes from, or choose another",
-        ) from None
+        # Half of a surrogate pair is no text: check_tables refuses it.
+        side[name] = text.encode(errors="surrogatepass") + b"\n"
 
 
 def add_tokens(
@@ -388,7 +370,7 @@ def add_tokens(
 def insert_tokens(data: bytes, added: Sequence[dict[str, Any]]) -> bytes:
     """A tokenizer.json with more added tokens: the rest of it may be large, and stays as it is."""
     texts = [json.dumps(entry, ensure_ascii=False) for entry in added]
-    entries = b",\n    ".join(encode_text(text, f"the token {text}") for text in texts)
+    entries = ",\n    ".join(texts).encode(errors="surrogatepass")
     listed = find_table(data, ADDED_START, ADDED_TABLE)
     if listed is None:
         return data.replace(b"{", b'{\n  "added_tokens": [' + entries + b"],", 1)
@@ -421,3 +403,91 @@ def compare_tokenizers(
             whose = f"that of {choice.name}" if choice.folder else "the base's"
             words.append(f"the output gets {whose} (--tokenizer union keeps added tokens)")
         yield "; ".join(words)
+
+
+# --- end tokens and generation settings ----------------------------------------------------------
+
+
+def place_generation(side: SideFiles, voice: Voice) -> dict[str, tuple[Any, Any]]:
+    """Let an output directory speak like its speaker. Gives old and new values in config.json."""
+    base = voice.models[0]
+    speaker = voice.speaker
+    if speaker == base or speaker.folder is None:
+        return {}
+    tokens = {
+        key: token
+        for key, token in speaker.tokens.items()
+        if token_text(token) != token_text(voice.tokenizer.tokens.get(key))
+        and (voice.numbers is None or token_text(token) in voice.numbers)
+    }
+    for name in (TOKENIZER_CONFIG, SPECIAL_MAP) if tokens else ():
+        edit_json(side, name, lambda table: table.update(tokens))
+    ids = translate_ids(find_ids(speaker), voice.renumber(speaker))
+    own = speaker.read_json(GENERATION_FILE)
+    wanted = ids
+    if own:
+        side[GENERATION_FILE] = speaker.folder / GENERATION_FILE
+        wanted = translate_ids(own, voice.renumber(speaker))
+    stated = own or base.read_json(GENERATION_FILE)
+    if any(stated.get(key) != number for key, number in wanted.items()):
+        edit_json(side, GENERATION_FILE, lambda table: table.update(wanted))
+    before = find_ids(base)
+    # What the base does not state is stated once, and not in each part of a model.
+    return {key: (before.get(key, ()), ids[key]) for key in ids if ids[key] != before.get(key)}
+
+
+def find_ids(model: Owner) -> dict[str, Any]:
+    """The numbers of a model's special tokens: as its configuration states them or, where it has
+    none, by its tokenizer.
+    """
+    if config := model.read_json(CONFIG_FILE):
+        parts = [part for part in (config.get("text_config"), config) if isinstance(part, dict)]
+        return {key: part[key] for part in parts for key in TOKEN_IDS if is_id(part.get(key))}
+    known = model.vocabulary.numbers if model.vocabulary else {}
+    numbers = {f"{key}_id": known.get(token_text(token)) for key, token in model.tokens.items()}
+    return {key: number for key, number in numbers.items() if number is not None}
+
+
+def as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def is_id(value: Any) -> bool:
+    """Whether it is the number of a token, or a list of such."""
+    return value != [] and all(is_count(number, 0) for number in as_list(value))
+
+
+def translate_ids(table: dict[str, Any], numbers: Mapping[int, int | None]) -> dict[str, Any]:
+    """The numbers of special tokens as the output has them; what it lacks is left out."""
+    found: dict[str, Any] = {}
+    for key in TOKEN_IDS:
+        value = table.get(key)
+        mine = [numbers.get(number, number) for number in as_list(value)] if is_id(value) else []
+        if kept := [number for number in mine if number is not None]:
+            found[key] = kept if isinstance(value, list) else kept[0]
+    return found
+
+
+def compare_generation(
+    side: SideFiles, voice: Voice, changes: Mapping[str, tuple[Any, Any]]
+) -> Iterator[str]:
+    """Which models begin and end texts, or generate them, otherwise than the output.
+
+    changes: of its config.json.
+    """
+    output = find_ids(voice.models[0]) | {key: new for key, (_, new) in changes.items()}
+    edit_json({**side}, GENERATION_FILE, output.update)
+    for model in voice.models:
+        own = model.read_json(GENERATION_FILE)
+        ids = translate_ids(find_ids(model) | own, voice.renumber(model))
+        others = {key: own[key] for key in own if key not in (*TOKEN_IDS, *NO_SETTINGS)}
+        words = [
+            f"{key} is {str(value)[:SHOWN]}, not {str(output.get(key))[:SHOWN]}"
+            for key, value in (ids | others).items()
+            if as_list(value) != as_list(output.get(key))
+        ]
+        if words:
+            yield (
+                f"{model.name} ends or generates texts otherwise than the output, which does as "
+                f"{voice.speaker.name}: {', '.join(words)}; --chat-template and --tokenizer choose"
+            )

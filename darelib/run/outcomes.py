@@ -57,14 +57,14 @@ class Outcome:
     def as_entry(self) -> list[Any]:
         """For the journal."""
         tallies = {str(i): list(tally) for i, tally in self.tallies.items()}
-        entry = [self.tensor, self.start, self.bytes_read, tallies, sorted(self.differing)]
-        return [*entry, *([self.energy] if self.energy else [])]
+        differing = sorted(self.differing)
+        return [self.tensor, self.start, self.bytes_read, tallies, differing, self.energy]
 
     @classmethod
     def of_entry(cls, entry: list[Any]) -> Self:
-        tensor, start, bytes_read, tallies, differing, *energy = entry
+        tensor, start, bytes_read, tallies, differing, energy = entry
         read = {int(i): Tally(*tally) for i, tally in tallies.items()}
-        kept = (float(energy[0][0]), float(energy[0][1])) if energy else None
+        kept = (energy[0], energy[1]) if energy else None
         return cls(tensor, start, bytes_read, read, set(differing), kept)
 
 
@@ -81,7 +81,6 @@ def check_related(
 
 
 def explain_copied(model: str, names: Sequence[str]) -> str:
-    """What to say of a model that differs where the base is copied."""
     return (
         f"{model} differs from the base in tensors that are copied, not merged: {list_names(names)}"
     )

@@ -15,7 +15,6 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any, Final
 
-from darelib import __version__
 from darelib.config import DareConfig
 from darelib.core.interrupts import Interrupts
 from darelib.core.text import ConfigError, DareError, install_hint, progress
@@ -28,7 +27,7 @@ from darelib.output.prepare import FilePlan, plan_files
 from darelib.output.publish import Output
 from darelib.output.tokenizer import TokenizerChoice
 from darelib.run.outcomes import Outcome
-from darelib.run.threads import Order, check_shards, list_done, make_shard, publish
+from darelib.run.threads import Order, check_shards, list_done, make_part, publish
 
 # What a process of the cluster has open: one merge, for all tasks that Ray gives it.
 OPENED: Final[dict[str, Any]] = {}
@@ -45,7 +44,6 @@ class Task:
     tokenizer: TokenizerChoice
     output: Destination
     identity: dict[str, Any]  # that it must find
-    version: str = __version__
 
 
 def run(order: Order) -> tuple[FilePlan, list[Outcome]]:
@@ -59,9 +57,10 @@ def run(order: Order) -> tuple[FilePlan, list[Outcome]]:
     def run_shards(output: Output) -> list[Outcome]:
         outcomes = list_done(plan, output)
         done = {(outcome.tensor, outcome.start) for outcome in outcomes}
+        shards = [plan.part([number]) for number in range(len(plan.files))]
         todo = {
             number: shard.bytes_to_read
-            for number, shard in enumerate(plan.shards(range(len(plan.files))))
+            for number, shard in enumerate(shards)
             if any(shard.jobs(shard.tensors, done))
         }
         own = {tensor.name for tensor in plan.tensors if tensor.output.file in todo}
@@ -163,11 +162,9 @@ def run_tasks(
         cause = getattr(error, "cause", error)
         if not isinstance(cause, ray.exceptions.RayError):
             raise cause from None  # of the task itself
-        if "No module named 'darelib'" in str(cause):
-            raise DareError("a node of the cluster lacks this tool", "install it on each") from None
         raise DareError(
             f"Ray cannot finish the merge: {shorten(str(cause), 200)}",
-            "--resume keeps what is done, and continues",
+            "install this tool on each node; --resume keeps what is done, and continues",
         ) from None
 
 
@@ -181,8 +178,8 @@ def make_elsewhere(task: Task, number: int) -> list[Any]:
             OPENED.pop("open", ExitStack()).close()  # of the merge before
             OPENED.clear()
             OPENED.update(open_like(task), task=task)
-        [shard] = OPENED["plan"].shards([number])
-        outcomes = make_shard(shard, OPENED["inputs"], task.identity, lambda _: None, interrupts)
+        part = OPENED["plan"].part([number])
+        outcomes = make_part(part, OPENED["inputs"], task.identity, interrupts)
     return [outcome.as_entry() for outcome in outcomes]
 
 
@@ -191,11 +188,6 @@ def open_like(task: Task) -> dict[str, Any]:
     it.
     """
     host = socket.gethostname()
-    if task.version != __version__:
-        raise DareError(
-            f"{host} has version {__version__} of this tool, not {task.version}",
-            "install the same one",
-        )
     raise_open_file_limit()
     with ExitStack() as opened:
         try:
@@ -210,6 +202,7 @@ def open_like(task: Task) -> dict[str, Any]:
         if difference := explain_difference(task.identity, plan.identity(inputs)):
             raise DareError(
                 f"{host} sees another merge than the machine that started it: {difference}",
-                "all nodes must see the same files by the same paths, and nobody may change them",
+                "all nodes need the same version of this tool and must see the same files by the "
+                "same paths, and nobody may change them",
             )
         return {"inputs": inputs, "plan": plan, "open": opened.pop_all()}

@@ -43,8 +43,6 @@ def as_floats(row: Bytes, dtype: str, count: int) -> NDArray[Any]:
 
 
 class Reader:
-    """Reads chunks of tensors of one plan."""
-
     def __init__(
         self, plan: MergePlan, inputs: Sequence[Input], kernels: Mapping[KernelSpec, Kernel]
     ) -> None:
@@ -52,8 +50,8 @@ class Reader:
         self._base = inputs[0]
         self._models = inputs[1:]
         self._kernels = kernels
-        # Limits by tensor, row and start, which the merge wants again after a look.
-        self._ranked: dict[tuple[str, int, int], NDArray[np.uint16]] = {}
+        # Limits by tensor and start, which the merge wants again after a look.
+        self._ranked: dict[tuple[str, int], NDArray[np.uint16]] = {}
         # Tensors with -inf in them, which stay the base's: kernels see zeros instead.
         self.kept: set[str] = set()
 
@@ -62,7 +60,10 @@ class Reader:
     ) -> None:
         """Read a chunk of every input. remember: what is found about it will be wanted again."""
         rank = self._kernels.get(tensor.rank_spec) if tensor.rank_spec else None
-        if rank and not self._recall(tensor, start, count, buffers):
+        limits = self._ranked.pop((tensor.name, start), None)
+        if limits is not None:
+            buffers.limits[: len(limits), :count] = limits
+        elif rank:
             self._rank(rank, tensor, start, count, buffers, remember)
         base = read(self._base, tensor.base, start, count, buffers.base)
         for row in range(len(tensor.finetuned)):
@@ -163,11 +164,6 @@ class Reader:
         values = encode(widen(raw, tensor.base.dtype), tensor.spec.output).view(np.uint8)
         buffers.output[: len(values)] = values
 
-    def _list_ranked(self, tensor: TensorPlan) -> list[int]:
-        """The rows of models whose drops want ranks."""
-        thinnings = tensor.settings.thinnings
-        return [row for row, i in enumerate(tensor.models) if thinnings[i].scheme.thresholds]
-
     def _rank(
         self,
         rank: Kernel,
@@ -183,26 +179,17 @@ class Reader:
         elements = -(-(start + count) // width) * width - first
         base = read(self._base, tensor.base, first, elements, buffers.rows[0])
         values = buffers.rows[1]
-        for row in self._list_ranked(tensor):
-            i, info = tensor.finetuned[row]
-            self._load_model(tensor, row, first, base, values, elements)
-            by_rank = find_limits(tensor.settings.thinnings[i], width)
-            limits = buffers.limits[row, :count]
-            rank(base, values, by_rank, buffers.order, limits, start - first, info.is_delta)
-            room = (len(self._ranked) + 1) * self._plan.chunk * limits.itemsize
-            if remember and room <= TUNING.ranked_bytes:
-                self._ranked[tensor.name, row, start] = limits.copy()
-
-    def _recall(self, tensor: TensorPlan, start: int, count: int, buffers: Buffers) -> bool:
-        """Whether all limits of a chunk were remembered."""
-        complete = True
-        for row in self._list_ranked(tensor):
-            limits = self._ranked.pop((tensor.name, row, start), None)
-            if limits is None:
-                complete = False
-            else:
-                buffers.limits[row, :count] = limits
-        return complete
+        found = buffers.limits[: len(tensor.finetuned), :count]
+        for row, (i, info) in enumerate(tensor.finetuned):
+            thinning = tensor.settings.thinnings[i]
+            if thinning.scheme.thresholds:
+                self._load_model(tensor, row, first, base, values, elements)
+                by_rank = find_limits(thinning, width)
+                limits = found[row]
+                rank(base, values, by_rank, buffers.order, limits, start - first, info.is_delta)
+        room = (len(self._ranked) + 1) * self._plan.chunk * len(found) * found.itemsize
+        if remember and room <= TUNING.ranked_bytes:
+            self._ranked[tensor.name, start] = found.copy()
 
     def _load_model(
         self, tensor: TensorPlan, row: int, start: int, base: Bytes, values: Bytes, count: int

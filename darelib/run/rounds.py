@@ -71,8 +71,7 @@ def measure_rate(
     """Bytes read, and seconds taken, by the first jobs, and what they found. Where one fails, so
     would the merge.
     """
-    sizes: list[int] = []
-    outcomes: list[Outcome] = []
+    done: list[tuple[Job, Outcome | None]] = []
     first = next(iter(rounds), iter(()))
     started = time.perf_counter()
 
@@ -82,9 +81,9 @@ def measure_rate(
             if time.perf_counter() - started > TUNING.sample_seconds:
                 return
 
-    def note(job: Job, outcome: Outcome | None) -> None:
-        sizes.append(job.bytes_read)
-        outcomes.extend([outcome] if outcome else [])
-
-    run_rounds([list_some()], worker, lambda *_: None, note, interrupts)
-    return sum(sizes), time.perf_counter() - started, outcomes
+    run_rounds(
+        [list_some()], worker, lambda *_: None, lambda *found: done.append(found), interrupts
+    )
+    seconds = time.perf_counter() - started
+    outcomes = [outcome for _, outcome in done if outcome]
+    return sum(job.bytes_read for job, _ in done), seconds, outcomes

@@ -11,7 +11,7 @@ from darelib.core.text import LOG, ConfigError, count_of, human, progress
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.inputs import check_unchanged
 from darelib.output.prepare import FilePlan
-from darelib.output.publish import Output, Shard, explain_write_errors, share_folder
+from darelib.output.publish import Output, Part, explain_write_errors, share_folder
 from darelib.plan.plan import Job, MergePlan
 from darelib.run.matrices import open_worker, settle_ranks
 from darelib.run.outcomes import Outcome, check_related
@@ -21,8 +21,6 @@ from darelib.run.worker import JobWorker
 
 @dataclass(frozen=True)
 class Order:
-    """What a runner is given."""
-
     plan: FilePlan
     inputs: Sequence[Checkpoint]
     interrupts: Interrupts
@@ -43,7 +41,7 @@ def publish(order: Order, run: Callable[[Output], list[Outcome]]) -> tuple[FileP
     """
     plan = order.plan
     if plan.replaces:
-        LOG.info(f"replaces {plan.output.name}: {plan.replaces}")
+        LOG.info(f"replaces {plan.output.name}: {human(plan.replaces)}")
     identity = plan.identity(order.inputs)
     with (
         explain_write_errors(plan.output, order.resume),
@@ -66,57 +64,56 @@ def run(order: Order) -> tuple[FilePlan, list[Outcome]]:
 
 
 def run_merge(
-    plan: MergePlan, worker: JobWorker, output: Output, interrupts: Interrupts
+    plan: MergePlan, worker: JobWorker, output: Output | Part, interrupts: Interrupts
 ) -> list[Outcome]:
     """Run all jobs that an earlier run has not done.
 
     Gives what all jobs found, those of the earlier run included.
     """
+    outcomes = list_done(plan, output)
+    done = {(outcome.tensor, outcome.start) for outcome in outcomes}
+
+    def note(job: Job, outcome: Outcome | None) -> None:
+        advance(job.bytes_read)
+        if outcome is not None:
+            outcomes.append(outcome)
+            output.note(outcome.as_entry())
+
     with progress("merging", plan.bytes_to_read, plan.config.verbose) as advance:
-        return run_jobs(plan, worker, output, advance, interrupts)
+        advance(sum(outcome.bytes_read for outcome in outcomes))
+        run_rounds(plan.rounds(done), worker, output.write_at, note, interrupts)
+    return outcomes
 
 
 def run_part(order: Order, k: int, n: int) -> tuple[FilePlan, list[Outcome]]:
     """Make every nth file of an output, from the kth on."""
     plan = order.plan
     check_shards(plan, "--part")
-    numbers = range(k - 1, len(plan.files), n)
-    own = plan.part(numbers)
-    outcomes: list[Outcome] = []
-    if not numbers:
+    own = plan.part(range(k - 1, len(plan.files), n))
+    if not own.files:
         files = count_of(len(plan.files), "file")
         LOG.info(f"the output has {files}, so there is nothing to do for part {k} of {n}")
-        return own, outcomes
+        return own, []
     LOG.info(
         "when all parts are made, the same command with --resume in place of --part publishes the "
         "output"
     )
     identity = plan.identity(order.inputs)
-    with (
-        explain_write_errors(plan.output, resume=True),
-        share_folder(plan.output, identity),
-        progress("merging", own.bytes_to_read, plan.config.verbose) as advance,
-    ):
-        for shard in plan.shards(numbers):
-            outcomes += make_shard(shard, order.inputs, identity, advance, order.interrupts)
-    return own, outcomes
+    with explain_write_errors(plan.output, resume=True), share_folder(plan.output, identity):
+        return own, make_part(own, order.inputs, identity, order.interrupts)
 
 
-def make_shard(
-    shard: FilePlan,
-    inputs: Sequence[Checkpoint],
-    identity: dict[str, Any],
-    advance: Callable[[int], None],
-    interrupts: Interrupts,
+def make_part(
+    part: FilePlan, inputs: Sequence[Checkpoint], identity: dict[str, Any], interrupts: Interrupts
 ) -> list[Outcome]:
-    """Make one file of an output, or what an earlier run has left to do, and leave it, synced, in
-    the folder.
+    """Make some files of an output, or what earlier runs have left to do of them, and leave them,
+    synced, in the folder.
 
-    identity: of the whole merge. Gives what all jobs of the file found.
+    identity: of the whole merge. Gives what all jobs of the files found.
     """
-    worker = open_worker(shard, inputs, interrupts)
-    with Shard(shard.output, shard.files[0], identity) as file:
-        outcomes = run_jobs(shard, worker, file, advance, interrupts)
+    worker = open_worker(part, inputs, interrupts)
+    with Part(part.output, part.files, identity) as files:
+        outcomes = run_merge(part, worker, files, interrupts)
         check_unchanged(inputs)
     return outcomes
 
@@ -130,7 +127,7 @@ def check_shards(plan: FilePlan, what: str) -> None:
         )
 
 
-def list_done(plan: MergePlan, output: Output | Shard) -> list[Outcome]:
+def list_done(plan: MergePlan, output: Output | Part) -> list[Outcome]:
     """What earlier runs have done of a plan.
 
     Two that did so at the same time may have noted the same job.
@@ -138,28 +135,7 @@ def list_done(plan: MergePlan, output: Output | Shard) -> list[Outcome]:
     names = {tensor.name for tensor in plan.tensors}
     entries = {(entry[0], entry[1]): entry for entry in output.done if entry[0] in names}
     outcomes = [Outcome.of_entry(entry) for entry in entries.values()]
-    if outcomes and isinstance(output, Output):  # of a part's files, the progress says it
+    if outcomes:
         size = sum(outcome.bytes_read for outcome in outcomes)
         LOG.info("continuing: %s of %s are done", human(size), human(plan.bytes_to_read))
-    return outcomes
-
-
-def run_jobs(
-    plan: MergePlan,
-    worker: JobWorker,
-    output: Output | Shard,
-    advance: Callable[[int], None],
-    interrupts: Interrupts,
-) -> list[Outcome]:
-    outcomes = list_done(plan, output)
-
-    def note(job: Job, outcome: Outcome | None) -> None:
-        advance(job.bytes_read)
-        if outcome is not None:
-            outcomes.append(outcome)
-            output.note(outcome.as_entry())
-
-    advance(sum(outcome.bytes_read for outcome in outcomes))
-    done = {(outcome.tensor, outcome.start) for outcome in outcomes}
-    run_rounds(plan.rounds(done), worker, output.write_at, note, interrupts)
     return outcomes

@@ -24,7 +24,7 @@ from darelib.kernels import KernelSpec
 from darelib.kernels.engines import load_kernels
 from darelib.kernels.records import Buffers
 from darelib.models.checkpoint import Checkpoint, ties_embeddings
-from darelib.models.inputs import check_unchanged, explain_read_errors, open_models
+from darelib.models.inputs import explain_read_errors, open_models
 from darelib.models.packed import (
     COUNTED_BLOCK,
     DIGESTS_KEY,
@@ -37,7 +37,6 @@ from darelib.models.source import Source, recorded_name
 from darelib.models.tensors import TensorInfo
 from darelib.output.destination import (
     check_replaceable,
-    digest_of,
     explain_place_errors,
     find_output,
 )
@@ -53,7 +52,6 @@ from darelib.output.directory import (
     recipe_text,
 )
 from darelib.output.prepare import FilePlan, check_place, plan_files
-from darelib.output.publish import Output, explain_write_errors
 from darelib.output.tokenizer import SideFiles, TokenizerChoice
 from darelib.plan.checks import check_kinds
 from darelib.plan.components import find_kept
@@ -64,7 +62,7 @@ from darelib.requests.request import Request
 from darelib.run.outcomes import Outcome
 from darelib.run.reading import BROKEN_HINT
 from darelib.run.rounds import run_rounds
-from darelib.run.threads import run_merge
+from darelib.run.threads import Order, publish, run_merge
 from darelib.run.worker import JobWorker, Write
 
 SETTINGS: Final = (
@@ -148,13 +146,8 @@ def pack(
         with explain_read_errors():
             worker.plan = plan = place_entries(plan, inputs, worker)
         plan = check_place(plan, inputs, force)
-        identity = plan.identity(inputs)
-        with (
-            explain_write_errors(destination, resume),
-            Output(destination, plan.files, identity, resume) as output,
-        ):
-            run_merge(plan, worker, output, interrupts)
-            output.publish(plan, lambda: check_unchanged(inputs), force, interrupts)
+        order = Order(plan, inputs, interrupts, force, resume)
+        publish(order, lambda output: run_merge(plan, worker, output, interrupts))
         return PackReport(
             output=str(output_file),
             tensors=len(plan.tensors),
@@ -314,13 +307,7 @@ def place_entries(plan: FilePlan, inputs: Sequence[Checkpoint], packer: Packer) 
     name = PACKED_FILE if plan.output.directory else plan.output.path.name
     tensors, files = assign_offsets(kept, sys.maxsize, metadata, name)
     side = make_side_files(plan, inputs, files[0]) if plan.output.directory else {}
-    return dataclasses.replace(
-        plan,
-        tensors=tuple(tensors),
-        files=tuple(files),
-        side=side,
-        digests={name: digest_of(own) for name, own in side.items() if isinstance(own, Path)},
-    )
+    return dataclasses.replace(plan, tensors=tuple(tensors), files=tuple(files), side=side)
 
 
 def make_side_files(plan: FilePlan, inputs: Sequence[Checkpoint], file: PlannedFile) -> SideFiles:

@@ -22,6 +22,7 @@ from tests.support import (
     BF16,
     POSIX,
     Patch,
+    command,
     random_model,
     run,
     run_merge,

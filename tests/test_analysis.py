@@ -25,6 +25,7 @@ from darelib.commands.analyze.advice import SEARCHED
 from darelib.commands.analyze.measure import kind_of, layer_of
 from darelib.commands.analyze.report import DeltaStats
 from darelib.config import Rule
+from darelib.output.files import MADE
 from tests.scene import launch
 from tests.support import (
     BF16,
@@ -603,7 +604,7 @@ def test_what_is_left_when_a_configuration_is_written_is_removed_by_the_next(
     killed = launch("os.fsync = lambda _: os.kill(os.getpid(), 9)", *words)
     killed.communicate(timeout=60)
     assert killed.returncode == -signal.SIGKILL
-    assert len(list(tmp_path.glob("a.toml.partial-*/output"))) == 1
+    assert len(list(tmp_path.glob(f"a.toml.partial-*/{MADE}"))) == 1
     run(*words)
     assert {*snapshot(tmp_path)} - {*before} == {"a.toml"}
 

@@ -741,3 +741,11 @@ def test_diffusers_fuses_the_same_weights(tmp_path: Path, kind: str, style: str)
         assert sum(not torch.equal(base[f"{part}.{n}"], fused[n]) for n in fused) > 2
         for name, tensor in fused.items():
             torch.testing.assert_close(merged[f"{part}.{name}"], tensor, atol=1e-6, rtol=1e-6)
+
+
+def test_a_reversed_shape_is_another_models_unless_neighbours_lie_so_too(
+    tmp_path: Path, check_refused: Refusal
+) -> None:
+    base = random_model(shapes={"m.proj.weight": (8, 6), "m.proj.bias": (8,)})
+    paths = save(tmp_path, base=base, lora=make_pair("unet.m.proj", (6, 8)))
+    check_refused(*paths, "m.proj.weight", flags=["--bake"])

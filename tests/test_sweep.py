@@ -648,7 +648,7 @@ def test_models_that_change_end_the_search() -> None:
         ("--evaluate 'echo {model}' --in-memory", 2, "to give to a command"),
         ("--storage sqlite:///no/such.db", 1, "cannot be used"),
         ("--storage ::", 1, "cannot be used"),
-        ("--keep-models config.toml/x", 1, "cannot be inside"),
+        ("--keep-models config.toml/x", 1, "config.toml"),
         ("--plot a.gif", 2, "cannot be written"),
         (
             "--search grid --vary lambda_coeff={low=1,high=2}",

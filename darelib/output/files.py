@@ -97,7 +97,8 @@ class Lock:
             self.close()
             raise explain_foreign(self.folder)
         if is_cut or not shared:
-            write_synced(self.path, 0, [f"{LOCK_WORDS} {os.getpid()}\n".encode()])
+            os.lseek(self.descriptor, 0, os.SEEK_SET)
+            os.write(self.descriptor, f"{LOCK_WORDS} {os.getpid()}\n".encode())
 
     def leftovers(self) -> list[Path]:
         """What there is besides the lock, as an unfinished merge leaves it."""

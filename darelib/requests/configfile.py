@@ -110,8 +110,9 @@ def pin_tokenizer(source: Source) -> Source:
 def as_literal(value: Any) -> str:
     """A setting in one line of TOML, where tomli_w writes a line for each entry of a list."""
     if isinstance(value, dict):
-        pairs = [f"{key} = {as_literal(entry)}" for key, entry in value.items()]
-        return "{" + ", ".join(pairs) + "}"
+        keys = [key if key.isidentifier() else as_literal(key) for key in value]
+        pairs = zip(keys, map(as_literal, value.values()), strict=True)
+        return "{" + ", ".join(f"{key} = {entry}" for key, entry in pairs) + "}"
     if isinstance(value, Iterable) and not isinstance(value, str):
         return "[" + ", ".join(map(as_literal, value)) + "]"
     return tomli_w.dumps({"x": value}).removeprefix("x = ").rstrip("\n")

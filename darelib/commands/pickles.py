@@ -122,7 +122,7 @@ def load_pickle(path: Path) -> Any:
     except DareError:
         raise
     except OSError as error:
-        raise explain_os_error(error, str(path)) from None
+        raise explain_os_error(error, str(path), "give the file to convert first") from None
     except pickle.UnpicklingError as error:
         called = re.search(r"GLOBAL (\S+)", str(error))
         reason = f"it calls {called[1]}" if called else "it holds more than plain data"

@@ -69,13 +69,18 @@ def count_cores() -> int:
 
 
 def _quotas() -> Iterator[float]:
-    """The processor time that control groups grant, this process's own and all above it."""
-    with suppress(OSError):
+    """The processor time that control groups grant, in cores."""
+    with suppress(OSError, ValueError):  # version 2: this process's own group and all above it
         group = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().strip("/")
         for folder in (CONTROL_GROUPS / group, *(CONTROL_GROUPS / group).parents):
             with suppress(OSError, ValueError):  # "max" is no number: there is no limit
                 quota, period = (folder / "cpu.max").read_text().split()
                 yield int(quota) / int(period)
+    with suppress(OSError, ValueError):  # version 1
+        files = (CONTROL_GROUPS / "cpu" / f"cpu.cfs_{name}_us" for name in ("quota", "period"))
+        quota, period = (file.read_text() for file in files)
+        if int(quota) > 0:  # -1: no limit
+            yield int(quota) / int(period)
 
 
 def raise_open_file_limit() -> None:

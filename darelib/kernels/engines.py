@@ -6,6 +6,7 @@ from typing import Final
 from darelib.core.interrupts import Interrupts
 from darelib.core.text import LOG, DareError
 from darelib.kernels import EngineUnavailable, Kernel, KernelSpec, fallback, native
+from darelib.kernels.proof import prove_function
 
 WARNINGS: Final = {
     "numba, for this run": "Kernels compiled beforehand cannot be used (%s), so Numba compiles "
@@ -55,11 +56,14 @@ def load_here(specs: Collection[KernelSpec], interrupts: Interrupts) -> dict[Ker
 
 
 def _compile_here(wanted: Sequence[KernelSpec], interrupts: Interrupts) -> native.Functions:
-    """Functions that were proved by another process, which may crash."""
+    """Functions that were proved by another process, which may crash, before they are by this."""
     native.run_compilers("here", wanted, None, interrupts)
     try:
         from darelib.kernels import cpu
 
-        return {code: cpu.run_here(code) for code in wanted}
+        functions = {code: cpu.run_here(code) for code in wanted}
     except Exception as error:  # of a compiler that another process could use, and this one cannot
         raise EngineUnavailable(f"{type(error).__name__}: {error}") from None
+    for code, function in functions.items():
+        prove_function(code, function)
+    return functions

@@ -32,8 +32,8 @@ from darelib.kernels.objects import (
     host_features,
     load_object,
     object_name,
-    read_object,
     read_objects,
+    store,
 )
 from darelib.kernels.records import MERGES, MODEL
 
@@ -121,16 +121,17 @@ def run_compilers(
     """
     try:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
-            place = folder or Path(name)
-            paths = {code: place / object_name(code) for code in wanted}
-            for path in paths.values():
-                if not read_object(path):  # which another process may just have stored
-                    path.unlink(missing_ok=True)
-            companions = dict.fromkeys(c for code in wanted for c in list_companions(code))
-            others = [place / object_name(code) for code in companions if code not in wanted]
-            later = others if folder else []
+            paths = {code: Path(name, object_name(code)) for code in wanted}
+            later: list[Path] = []
+            if folder:
+                companions = dict.fromkeys(c for code in wanted for c in list_companions(code))
+                later = [folder / object_name(code) for code in companions if code not in wanted]
             _run_processes(how, list(paths.values()), later, Path(name), interrupts)
-            return read_objects(paths)
+            found = read_objects(paths)
+            if folder:
+                for code, machine_code in found.items():
+                    store(machine_code, folder / object_name(code))
+            return found
     except OSError as error:  # such as a full disk, or where Python is part of another program
         raise EngineUnavailable(f"its compiler cannot be run: {error.strerror or error}") from None
 
@@ -146,8 +147,14 @@ def _run_processes(
     try:
         for number in range(count):
             messages = folder / f"{number}.txt"
-            process = _start([how, *map(str, missing[number::count])], messages)
-            running.append((process, wanted[number::count], messages))
+            its = wanted[number::count]
+            try:
+                process = _start([how, *map(str, missing[number::count])], messages)
+            except OSError:
+                if its:
+                    raise
+                break  # others are only wanted later
+            running.append((process, its, messages))
         while not all(map(os.path.exists, wanted)):
             for process, its, messages in running:
                 ended = process.poll() is not None

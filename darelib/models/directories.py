@@ -76,11 +76,6 @@ OTHER_KINDS: Final = (
         "is a pipeline without weights in safetensors files",
         "download its folders, too (unet, transformer, text_encoder, ...), in that format",
     ),
-    (
-        tuple(f"*{suffix}" for suffix in PICKLE_SUFFIXES),
-        "holds PyTorch pickles, not safetensors files",
-        convert_hint(Path("DIRECTORY")),
-    ),
 )
 
 
@@ -260,6 +255,10 @@ def _explain_no_weights(source: Source) -> DareError:
         names = [name for pattern in patterns for name in fnmatch.filter(found, pattern)]
         if names:
             return DareError(f"{source.name!r} {words}: {list_names(sorted(names))}", hint)
+    if any(name.endswith(PICKLE_SUFFIXES) and "/" not in name for name in found):
+        return DareError(
+            f"{source.name!r} holds PyTorch pickles, not safetensors files", convert_hint(folder)
+        )
     return DareError(
         f"the directory {source.name!r} holds no model",
         f"it should have {WEIGHTS_FILE} or {INDEX_FILE}",

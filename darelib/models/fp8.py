@@ -218,7 +218,8 @@ def recognise_fp8(model: Checkpoint) -> None:
     pairs = find_pairs(model.tensors)
     if not pairs:
         return
-    stated = (table.get("quantization_config") for table in model.read_tables())
+    tables = model.read_tables() if model.folder else []
+    stated = (table.get("quantization_config") for table in tables)
     settings = next((each for each in stated if isinstance(each, dict)), {})
     block = settings.get("weight_block_size") or DEFAULT_BLOCK
     is_pair = isinstance(block, list | tuple) and len(block) == 2

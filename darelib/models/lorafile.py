@@ -19,12 +19,14 @@ from darelib.models.checkpoint import Checkpoint
 from darelib.models.directories import ADAPTER_CONFIG, PIPELINE_FILE, Layout, find_weights
 from darelib.models.lora import UNLOAD_HINT, LoraAdapter, find_transposed
 from darelib.models.pairs import (
+    ALPHA,
     INTEGER_ALPHAS,
     OTHER_PARTS,
     PART,
     Pair,
+    make_pair,
     make_product,
-    sort_pairs,
+    sort_parts,
 )
 from darelib.models.peft import LoraConfig, match_names, read_settings
 from darelib.models.source import Source
@@ -104,20 +106,21 @@ class LoraFile(LoraAdapter):
     keeps_metadata = True
 
     def _find_changes(self, base: Checkpoint) -> dict[str, TensorInfo]:
-        pairs = sort_pairs(self.tensors, self.name)
-        self._configs = self._read_configs(pairs)
-        targets = self._find_targets(pairs, base)
-        if any(self._is_unscaled(module, pair) for module, pair in pairs.items()):
+        modules = sort_parts(self.tensors, self.name)
+        self._configs = self._read_configs(modules)
+        targets = self._find_targets(modules, base)
+        if any(self._is_unscaled(module, parts) for module, parts in modules.items()):
             self.warnings += (
                 f"{self.name} comes without an {ADAPTER_CONFIG}, which says how it is scaled: "
                 "alpha = r is assumed",
             )
         names = {id(info): name for name, info in self.tensors.items()}
         changes: dict[str, TensorInfo] = {}
-        for module, pair in pairs.items():
+        for module, parts in modules.items():
             target = targets.get(module)
             if target is None:
-                changes[names[id(pair.a)]] = pair.a
+                first = next(iter(parts.values()))
+                changes[names[id(first)]] = first
                 continue
             if target in changes:
                 raise DareError(
@@ -125,6 +128,7 @@ class LoraFile(LoraAdapter):
                     UNLOAD_HINT,
                 )
             is_turned = bool(find_transposed(target, self._ways))
+            pair = make_pair(module, parts, self.name)
             scale = self._find_scale(module, pair)
             changes[target] = make_product(pair, base.tensors[target], scale, is_turned)
         return changes
@@ -152,11 +156,11 @@ class LoraFile(LoraAdapter):
             if part in names
         }
 
-    def _is_unscaled(self, module: str, pair: Pair) -> bool:
+    def _is_unscaled(self, module: str, parts: Collection[str]) -> bool:
         """Whether nothing says how a module of PEFT's is scaled."""
         component, _ = _split_module(module)
         is_pefts = bool(WRAPPERS.match(module)) or not component
-        return is_pefts and not pair.alpha and component not in self._configs
+        return is_pefts and ALPHA not in parts and component not in self._configs
 
     def _find_targets(self, modules: Collection[str], base: Checkpoint) -> dict[str, str]:
         """By module, of those that the base has: the tensor that it changes."""

@@ -187,7 +187,7 @@ class PackedModel(Checkpoint):
             "shape": tuple(entry["shape"]) == base.shape,
             "drop rate": isinstance(rate, int | float) and 0 <= rate < 1,
             "counts": are_counts
-            and counts[0] == 0
+            and counts[:1] == (0,)
             and all(0 <= step <= block for step, block in zip(steps, blocks, strict=True))
             and stored.dtype in FORMATS
             and stored.shape == counts[-1:],

@@ -65,8 +65,8 @@ class Pair(NamedTuple):
         return self.a.shape[0]
 
 
-def sort_pairs(tensors: Mapping[str, TensorInfo], adapter: str) -> dict[str, Pair]:
-    """The pairs of an adapter by module; all that is not of a plain LoRA or DoRA is refused."""
+def sort_parts(tensors: Mapping[str, TensorInfo], adapter: str) -> dict[str, dict[str, TensorInfo]]:
+    """What an adapter has of each module; all that is not of a plain LoRA or DoRA is refused."""
     modules = defaultdict[str, dict[str, TensorInfo]](dict)
     for name, info in tensors.items():
         module, part = read_name(name, adapter)
@@ -79,10 +79,7 @@ def sort_pairs(tensors: Mapping[str, TensorInfo], adapter: str) -> dict[str, Pai
                 f"{adapter!r} holds several adapters: see {name!r}", "save each by itself"
             )
         modules[module][part] = info
-    return {
-        module: make_pair(f"{module!r} of the adapter {adapter!r}", parts)
-        for module, parts in modules.items()
-    }
+    return modules
 
 
 def read_name(name: str, adapter: str) -> tuple[str, str]:
@@ -100,7 +97,8 @@ def read_name(name: str, adapter: str) -> tuple[str, str]:
     return plain[: found.start()], KOHYA_PARTS.get(part, part)
 
 
-def make_pair(title: str, parts: Mapping[str, TensorInfo]) -> Pair:
+def make_pair(module: str, parts: Mapping[str, TensorInfo], adapter: str) -> Pair:
+    title = f"{module!r} of the adapter {adapter!r}"
     is_embedding = "embedding_A" in parts
     letters = ("embedding_A", "embedding_B") if is_embedding else ("A", "B")
     if parts.keys() - {ALPHA, *MAGNITUDES} != {*letters}:

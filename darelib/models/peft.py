@@ -27,7 +27,7 @@ from darelib.models.directories import (
     part_name,
 )
 from darelib.models.lora import UNLOAD_HINT, LoraAdapter, find_transposed
-from darelib.models.pairs import Pair, make_product, sort_pairs
+from darelib.models.pairs import Pair, make_pair, make_product, sort_parts
 from darelib.models.patterns import match_patterns
 from darelib.models.source import HUB_NAME, Source
 from darelib.models.stated import STATED_KEY, is_folder, is_name
@@ -149,6 +149,8 @@ def find_adapter(source: Source) -> Layout | None:
     elif not any(os.path.lexists(folder / name) for name in (ADAPTER_FILE, ADAPTER_CONFIG)):
         return None
     elif any((folder / name).exists() for name in (WEIGHTS_FILE, INDEX_FILE)):
+        if not (folder / ADAPTER_CONFIG).exists():
+            return None
         raise DareError(
             f"{source.name!r} holds a model and an adapter",
             f"name one of them, like {WEIGHTS_FILE}",
@@ -174,8 +176,14 @@ def sort_keys(
             own[name] = info
         elif ".original_module." not in key:  # the base's, beside the one that replaces it
             whole[WRAPPER.sub("", key)] = info
-    pairs = sort_pairs(own, adapter)
-    return {module.removeprefix(PREFIX): pair for module, pair in pairs.items()}, whole
+    parts = sort_parts(own, adapter)
+    plain = {module.removeprefix(PREFIX): each for module, each in parts.items()}
+    if len(plain) < len(parts):
+        raise DareError(f"{adapter!r} holds several adapters", "save each by itself")
+    odd = [f"{module}.{part}" for module in plain for part in ("alpha", "dora_scale")]
+    if not whole.keys().isdisjoint(odd):
+        raise DareError(f"the adapter {adapter!r} is not a plain LoRA of PEFT's", UNLOAD_HINT)
+    return {module: make_pair(module, each, adapter) for module, each in plain.items()}, whole
 
 
 def read_stated(stated: object) -> dict[str, Any]:

@@ -107,7 +107,9 @@ def replace_prefixes(table: Mapping[str, str], model: Checkpoint, base: Checkpoi
         check_prefix(new, base)
         renamed = {n: f"{new}{n.removeprefix(old)}" for n in model.tensors if n.startswith(old)}
         places |= {name: place for name, place in renamed.items() if place in base.tensors}
-    return places
+    # Of several names that get one place, the last has it.
+    owners = {place: name for name, place in places.items()}
+    return {name: place for place, name in owners.items()}
 
 
 def find_places(model: Checkpoint, base: Checkpoint, within: str) -> Places:
@@ -134,15 +136,17 @@ def find_places(model: Checkpoint, base: Checkpoint, within: str) -> Places:
 
 def match_part(model: Checkpoint, old: str, base: Checkpoint, new: str) -> Places:
     """The tensors below two prefixes whose names differ in nothing but what they are held by."""
-    mine, theirs = (
-        {
-            drop_holders(name[len(prefix) :]): name
-            for name in each.tensors
-            if name.startswith(prefix)
-        }
-        for each, prefix in ((model, old), (base, new))
-    )
+    mine = index_names(model, old)
+    theirs = index_names(base, new)
     return {name: theirs[plain] for plain, name in mine.items() if plain in theirs}
+
+
+def index_names(model: Checkpoint, prefix: str) -> dict[str, str]:
+    """The names below a prefix, by what they are without holders; none where several are equal."""
+    names = [name for name in model.tensors if name.startswith(prefix)]
+    plain = [drop_holders(name[len(prefix) :]) for name in names]
+    counts = Counter(plain)
+    return {key: name for key, name in zip(plain, names, strict=True) if counts[key] == 1}
 
 
 def drop_holders(name: str) -> str:

@@ -118,6 +118,10 @@ class Stack(Checkpoint):
         part = [part for part in self._own.values() if part.files <= info.file][-1]
         part.model.read_bytes(view, replace(info, file=info.file - part.files), start)
 
+    def check_unchanged(self) -> None:
+        for model in self.parts:
+            model.check_unchanged()
+
     @property
     def stored(self) -> list[TensorInfo]:
         return list(self.tensors.values())

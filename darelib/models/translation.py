@@ -223,8 +223,11 @@ def match_names(tensors: Tensors, base: Tensors, source: Source) -> dict[str, Te
     homes = find_homes(tensors)
     if not is_bare(homes):
         return _match(homes, tensors, base)
-    choices = {home.map.component: _match([home], tensors, base) for home in homes}
-    is_clear = len({frozenset(found) for found in choices.values()}) == 1
+    found = {home.map.component: _match([home], tensors, base) for home in homes}
+    choices = {component: named for component, named in found.items() if named}
+    if not choices:
+        return {}
+    is_clear = len({frozenset(named) for named in choices.values()}) == 1
     return choices[next(iter(choices)) if is_clear else tell_apart(choices, source)]
 
 

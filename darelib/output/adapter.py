@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -53,6 +53,8 @@ TABLE: Final = re.compile(
 # Of these kinds of models, PEFT has no factors for these modules, whose kernels read the weights.
 STATE_SPACES: Final = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 FUSED: Final = (".out_proj.weight", ".dt_proj.weight", ".conv1d.weight")
+# The first names in models that see, which transformers keeps one level deeper than it stores them.
+SEEING: Final = ("visual.", "vision_tower.", "language_model.", "multi_modal_projector.")
 WITH_HEADS: Final = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
 # Models that are stored without the name under which a model with a head holds them.
 BARE: Final = {"gpt2": "transformer.", "bloom": "transformer."}
@@ -180,9 +182,21 @@ def plan_adapter(
         if some
     ]
     known = {field.name: getattr(whole, field.name) for field in dataclasses.fields(whole)}
-    known |= {"tensors": tuple(chosen), "warnings": (*whole.warnings, *notes)}
+    warnings = (*whole.warnings, *notes, *find_renamed(inputs))
+    known |= {"tensors": tuple(chosen), "warnings": warnings}
     plan = AdapterPlan(**known, modules=modules, version=version)
     return place_factors(plan, inputs)
+
+
+def find_renamed(inputs: Sequence[Checkpoint]) -> Iterator[str]:
+    """What to warn of where PEFT may look for modules by other names, and no input knows them."""
+    base, *models = inputs
+    found = [name for name in base.tensors if name.startswith(SEEING)]
+    if found and not any(model.modules for model in models):
+        yield (
+            f"transformers may call modules of {base.name} otherwise than it stores them (see "
+            f"{found[0]!r}): use the adapter only if PEFT loads it without a word of missing keys"
+        )
 
 
 def is_beyond(tensor: TensorPlan) -> bool:

@@ -62,6 +62,11 @@ class Destination:
 def find_output(given: str | Path) -> Destination:
     """Where an output goes, if something can be written there at all."""
     path = Source.of(given).path
+    if path.name == "-":
+        raise ConfigError(
+            "a model cannot be written to standard output",
+            "give a .safetensors file or a directory",
+        )
     suffix = path.suffix.lower()
     likeness = SequenceMatcher(None, suffix, ".safetensors").ratio()
     if suffix in FILE_SUFFIXES or 0.8 < likeness < 1:

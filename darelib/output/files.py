@@ -59,6 +59,7 @@ class Lock:
         self.path = folder / LOCK_FILE
         self.new_parents: list[Path] = []  # that were made for it, the deepest first
         self.descriptor = -1
+        self.is_ours = False  # the folder
         try:
             while not self._lock(destination, shared):
                 self.close()
@@ -77,10 +78,11 @@ class Lock:
                 os.mkdir(self.folder, PRIVATE)
             except FileExistsError:
                 check_ours(self.folder)
+            self.is_ours = True
             self.descriptor = open_own(self.path, os.O_RDWR, 0o600)
             if try_lock(self.descriptor, shared):
                 return os.path.samestat(os.fstat(self.descriptor), os.stat(self.path))
-            words = self._read().split()
+            words = self._read().partition("\n")[0].split()
         except (FileNotFoundError, NotADirectoryError):
             if os.path.islink(self.folder) or os.path.isfile(self.folder):
                 raise explain_foreign(self.folder) from None
@@ -92,13 +94,14 @@ class Lock:
         )
 
     def _read(self) -> str:
-        return os.read(self.descriptor, 100).decode(errors="replace").partition("\n")[0]
+        return os.read(self.descriptor, 100).decode(errors="replace")
 
     def _sign(self, shared: bool) -> None:
         """Write who has the lock, unless it is somebody's file of the same name."""
+        is_alone = not self.leftovers()  # before it is read: who shares it has signed it first
         content = self._read()
         # A lock of ours may have been cut short if there is nothing beside it.
-        is_cut = LOCK_WORDS.startswith(content) and not self.leftovers()
+        is_cut = LOCK_WORDS.startswith(content) and is_alone
         if not content.startswith(LOCK_WORDS) and not is_cut:
             self.close()
             raise explain_foreign(self.folder)
@@ -121,7 +124,8 @@ class Lock:
                     remove(path)
                 if not self.leftovers():  # the lock marks what could not be removed as ours
                     self.path.unlink(missing_ok=True)
-        for path in (self.folder, *self.new_parents):
+        own = [self.folder] if self.is_ours else []
+        for path in (*own, *self.new_parents):
             with suppress(OSError):  # with something in it, it stays
                 os.rmdir(path)
         self.close()
@@ -388,8 +392,8 @@ class Files:
 def reserve(descriptor: int, size: int) -> None:
     """Make a file as long as it will be and, where the system can, reserve its space on the disk.
 
-    A merge then takes a sixth less time. A disk does that at once. Where it takes as long as writing zeros (on tmpfs it is just that),
-    the rest is skipped.
+    A merge then takes a sixth less time. A disk does that at once. Where it takes as long as
+    writing zeros (on tmpfs it is just that), the rest is skipped.
     """
     libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
     allocate: Any = getattr(libc, "fallocate", None)

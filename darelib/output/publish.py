@@ -232,11 +232,26 @@ def share_folder(destination: Destination, identity: dict[str, Any]) -> Iterator
     """
     folder = destination.partial
     with closing(Lock(folder, destination.name, shared=True)):
-        journals = read_journals(folder, identity)
+        left = list((folder / MADE).glob("*"))  # before journals: who writes there has begun one
+        if not read_journals(folder, identity):
+            if left:
+                raise DareError(
+                    f"what is in {str(folder)!r} cannot be continued", "remove it, and merge again"
+                )
+            begin_journal(folder, identity)
         os.makedirs(folder / MADE, exist_ok=True)  # before anybody counts on it
-        if not journals:
-            Journal(folder / name_journal()).begin(identity)
         yield
+
+
+def begin_journal(folder: Path, identity: dict[str, Any]) -> None:
+    """Note what is merged in a folder, unless somebody else has just begun another merge there."""
+    journal = Journal(folder / name_journal())
+    journal.begin(identity)
+    try:
+        read_journals(folder, identity)
+    except DareError:
+        journal.path.unlink(missing_ok=True)
+        raise
 
 
 def name_journal() -> str:
@@ -249,7 +264,7 @@ def explain_write_errors(destination: Destination, resume: bool) -> Iterator[Non
     try:
         yield
     except OSError as error:
-        kept = resume and os.path.exists(destination.partial / JOURNAL_FILE)
+        kept = resume and any(destination.partial.glob(f"{JOURNAL_FILE}*"))
         again = f"run again: what is done is in {destination.partial}" if kept else "try again"
         raise DareError(
             f"cannot write {destination.name!r}: {error.strerror or error}",

@@ -57,7 +57,7 @@ def _make(prefix: Path) -> Lock:
 
 def _remove_abandoned(prefix: Path, own: Lock) -> None:
     """Remove the folders of this kind that nobody holds."""
-    with own.path.open("rb") as again:
+    with own.path.open("r+b") as again:  # NFS locks only what may be written
         if try_lock(again.fileno()):  # there are no locks here: what is used looks abandoned
             return
     # As _make names them: what is called otherwise may be an output's.
@@ -76,7 +76,6 @@ def _make_beside(path: Path) -> Iterator[Path]:
     try:
         with make_scratch(path.with_name(name)) as folder:
             yield folder / MADE
-            limit_mode(folder / MADE, path)
             os.replace(folder / MADE, path)
     except OSError as error:
         raise DareError(
@@ -96,4 +95,6 @@ def write_new_folder(path: Path, files: Mapping[str, Iterable[bytes | memoryview
 def write_new_file(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
     """Write a file beside its name and then give it that name, replacing what had it."""
     with _make_beside(path) as made:
+        made.touch()
+        limit_mode(made, Path(os.path.realpath(path)))
         write_synced(made, 0, pieces)

@@ -352,7 +352,9 @@ DEFAULT_COMMAND: Final = "merge"
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, f"see {self.prog} --help")
+        numbers = "only numbers, with spaces between them, go there; files go after --merge"
+        is_number = "invalid float" in message
+        raise ConfigError(message, numbers if is_number else f"see {self.prog} --help")
 
 
 def build_parser(name: str) -> Parser:

@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 from sqlalchemy import Engine, event
 
 import dare
-from dare import DareConfig, DareError, DareMerger, SweepReport, dare_merge, dare_sweep
+from dare import ConfigError, DareConfig, DareError, DareMerger, SweepReport, dare_merge, dare_sweep
 from darelib.commands.sweep.report import chance
 from tests.scene import wait_for
 from tests.support import (
@@ -140,6 +140,7 @@ def test_a_search_finds_a_known_optimum(tmp_path: Path, search: str, near: float
 
     found = sweep(depth, TUNED, search, trials=25, objectives=["score:min"])
     assert 0 <= found.best.mean(0) == min(row.scores[0] for row in found.rows) < near
+    assert found.winner is found.best is found.ranked[0]
     assert (found.base, len(found.rows), found.failures) == ([1.0], 25, [])
     # The plain average is scored all over the range of lambda, and with those of the best three.
     assert {0.0, 0.5, 1.0, 1.5, 2.0} < {row.config.lambda_coeff for row in found.averages}
@@ -155,7 +156,9 @@ def test_a_grid_tries_every_combination_that_makes_sense_once() -> None:
         "keep_ratio": [0.5, 1],
         "rescale_q": {"low": 0.1, "high": 1.0, "step": 0.15},
     }
-    found = sweep(lambda path: len(tried.append(settings_of(path)) or tried), space)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        found = sweep(lambda path: len(tried.append(settings_of(path)) or tried), space)
     points = [0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 1.0]
     q = {0: [None], 0.5: [p for p in points if p >= 0.5], 0.8: [p for p in points if p >= 0.2]}
     expected = [("linear", p, None, each) for p in q for each in q[p]]
@@ -165,8 +168,24 @@ def test_a_grid_tries_every_combination_that_makes_sense_once() -> None:
         for row in found.rows
     ]
     assert Counter(chosen) == Counter(expected)
+    made = [(each["method"], each["drop_rate"], each["rescale_q"]) for each in tried[1:-1]]
+    assert made == [(method, rate, q) for method, rate, _, q in chosen], (
+        "merges are what the trials say"
+    )
     assert (tried[0], tried[-1]["drop_rate"]) == ({}, 0.0), "the base first, the plain average last"
     assert len(sweep(hill, {"drop_rate": [0.1, 0.2, 0.3]}, trials=2).rows) == 2
+    assert sweep(hill, {"drop_rate": [0, 0.5]}).best.params == {"drop_rate": 0.5}, (
+        "also without fresh seeds"
+    )
+    stored: Any = {
+        "storage": "sqlite:///x.db",
+        "study": "x",
+        "trials": 1,
+        "config": {"seed": 2**63 - 1},
+    }
+    assert len(sweep(hill, {"drop_rate": {"low": 0.5, "high": 0.9}}, "tpe", **stored).rows) == 1
+    with pytest.raises(ConfigError, match="'x' is of other models"):
+        sweep(hill, {"drop_rate": {"low": 0.5, "high": 0.9, "step": 0.2}}, **stored)
 
 
 @pytest.mark.slow
@@ -180,13 +199,20 @@ def test_the_same_command_goes_on_with_its_study(capsys: Capture) -> None:
     run(*flags, "5", "--json")
     printed = capsys.readouterr()
     assert "going on with the study" in printed.err
+    rates = [call[1] for call in calls()[len(first) :]]
+    # Two new trials, and what they make necessary.
+    assert len(set(rates[:2]) - {call[1] for call in first}) == 2
     shown = json.loads(printed.out.partition("\n{")[2].join(["{", ""]))
     assert sorted(each["number"] for each in shown["trials"]) == list(range(5))
+    assert max(len(each.get("confirmed", ())) for each in shown["trials"]) == 3
     # Another space, other settings, another or an edited evaluation, other models: another study.
     same = [*flags[5:], "1"]
-    run(*command("--vary", "drop_rate = [0.1, 0.5]", "--trials", "1"))
-    run(*command(*same, weights=[1, 2]))
-    run(*command(*same, "--objective", "score:min"))
+    for words, values in (
+        (["--vary", "drop_rate = [0.1, 0.5]", "--trials", "1"], {}),
+        (same, {"weights": [1, 2]}),
+        ([*same, "--objective", "score:min"], {}),
+    ):
+        run(*command(*words, **values))
     run(*command(*same, evaluate=judge("    return value + 0")))
     studies = optuna.get_all_study_summaries("sqlite:///config_sweep.db")
     assert len({each.study_name for each in studies}) == 5
@@ -195,26 +221,64 @@ def test_the_same_command_goes_on_with_its_study(capsys: Capture) -> None:
 def test_what_is_chosen_again_is_not_merged_again_and_a_named_study_is_of_one_search(
     capsys: Capture,
 ) -> None:
-    words = "--vary drop_rate=[0.2,0.8] --trials 8 --confirm 3 --study mine --keep-models kept"
-    flags = words.split()
-    run(*command(*flags))
+    Path("kept/mine").mkdir(parents=True)
+    flags = [
+        "--vary",
+        "drop_rate=[0.2, 0.8]",
+        "--trials",
+        "8",
+        "--confirm",
+        "3",
+        "--study",
+        "mine",
+        "--keep-models",
+    ]
+    run(*command(*flags, "kept"))
     assert Counter(call[1] for call in calls()) == {0: 1 + 1, 0.2: 1 + 3, 0.8: 1 + 3}, (
         "both are scored with fresh seeds"
     )
+    assert {"mine", "mine-trial-0000.safetensors"} < set(os.listdir("kept"))
     assert capsys.readouterr().out.count("drop rate 0.8") == 2, "in the table, and in the verdict"
-    run(*command(*flags, lambda_coeff=0.5), status=2)
+    run(*command(*flags, "kept", lambda_coeff=0.5), status=2)
     assert "the study 'mine' is of other models, settings or values" in capsys.readouterr().err
-    # Weights make a merge longer, so that a plain average as long is what it is compared with.
+    # Weights make a merge longer, so that a plain average as long is what it is compared with;
+    # packed models are swept.
     found = sweep(hill, {"weights": [[0.75, 0.75], [1.0, 1.0]]}, config={"drop_rate": 0.5})
     assert {row.config.lambda_coeff for row in found.averages} == {1.0, 1.5, 2.0}
+    packing = "pack -q -b base.safetensors -m math.safetensors -o math.packed --engine plain"
+    run(*packing.split())
+    merger = DareMerger("base.safetensors", ["math.packed"], DareConfig(engine="plain"))
+    assert len(merger.sweep(hill, {"drop_rate": [0.9, 0.95]}, search="grid", confirm=0).rows) == 2
+
+
+@pytest.mark.slow
+def test_what_comes_after_the_trials_is_announced_and_in_the_time_that_is_left(
+    capsys: Capture,
+) -> None:
+    judge("    time.sleep(0.4 * (rate > 0))\n    return value")
+    flags = ["--vary", "drop_rate=[0.2, 0.8]", "--search", "grid", "--confirm"]
+    flags = command(*flags, evaluate="judge.py:score")
+    run(*flags, "3", "--study", "confirmed")
+    printed = capsys.readouterr().err
+    assert re.search(r"\[2/2\].*, about [2-9]\S* s left", printed), "six seeds and an average"
+    assert "fresh seeds" in printed
+    run(*flags, "0", "--study", "not")
+    assert "fresh seeds" not in capsys.readouterr().err
+
+
+def test_models_are_kept_whatever_the_study_is_called() -> None:
+    names = ("a/b", "a_b", "../c d", "ü%2F")
+    for name in names:
+        sweep(hill, {"drop_rate": [0.5]}, folder="kept", keep_models=True, study=name)
+    assert len(os.listdir("kept")) == 2 * len(names), "a trial and a plain average of each"
+    assert "a%2Fb-trial-0000.safetensors" in os.listdir("kept")
 
 
 def test_a_kept_model_is_replaced_by_none_of_other_settings(tmp_path: Path) -> None:
-    kept = {"folder": "kept", "keep_models": True, "study": "my/own"}
+    kept = {"folder": "kept", "keep_models": True, "study": "mine"}
     for _ in range(2):
         sweep(hill, {"drop_rate": [0.5]}, **kept)
     before = snapshot(tmp_path)
-    assert "my%2Fown-trial-0000.safetensors" in os.listdir("kept")
     with pytest.raises(DareError, match=r"trial-0000.* has another recipe: its dare.drop_rate"):
         sweep(hill, {"drop_rate": [0.25]}, **kept)
     assert snapshot(tmp_path) == before
@@ -231,9 +295,23 @@ def test_what_a_killed_sweep_left_is_removed_by_the_next_and_nothing_else_is(
     Path("kill").touch()
     process = subprocess.run([sys.executable, HERE / "dare.py", *flags], check=False)
     assert process.returncode == -signal.SIGKILL
-    assert len(list(tmp_path.glob(".sweep-*/*"))) > 1
+    [left] = set(tmp_path.glob(".sweep-*/merged.safetensors")) - {
+        tmp_path / ".sweep-mine/merged.safetensors"
+    }
     Path("kill").unlink()
-    run(*flags)
+    seen = []
+
+    def look(path: Path) -> float:
+        """One sweep inside another: neither takes the other's folder for abandoned."""
+        seen.append(path.exists())
+        return len(seen)
+
+    def outer(path: Path) -> float:
+        sweep(look, {"drop_rate": [0.5]})
+        return float(path.exists())
+
+    assert sweep(outer, {"drop_rate": [0.5]}).rows[0].scores == [1.0]
+    assert (left.exists(), all(seen)) == (False, True)
     assert list(tmp_path.glob(".sweep-*/*")) == [tmp_path / ".sweep-mine/merged.safetensors"]
 
 
@@ -271,18 +349,21 @@ def test_two_processes_work_on_one_study() -> None:
         ("\x1b[32m0.25\x1b[0m", 0.25),
         ("loaded model2 in 3s: .75", 0.75),
         ('{\n "a": {"x": 3},\n "score": 4\n}\n', 4.0),
-        ("0.85 (took 12 s)", "has one number"),
-        ("model2 only", "has one number"),
+        ("{not json} 8", 8.0),
+        ("0.85 (took 12 s)", "not one number but 2"),
+        ("model2 only", "not one number"),
         ('{"score": 1}\n{"score": 2, "tasks": [1, 2]}', 2.0),
         ('{"score": "high"}', "no finite number but 'high'"),
         ('{"score": true}', "but True"),
         ("score: nan", "but nan"),
         ('{"accuracy": 1}', "no score 'score', but 'accuracy'"),
-        ('{"score": 0.9', "neither JSON"),
-        ('{\n  "score": 0.9', "neither JSON"),
-        ('score": 0.5}', "neither JSON"),
+        ('{"score": 0.9', "not complete"),
+        ('{\n  "score": 0.9', "not complete"),
+        ('{"tasks": [\n1', "not complete"),
+        ('score": 0.5}', "not complete"),
         ('{"step": 1}\ndone: 0.5', 0.5),
-        ("9" * (1 << 16) + "x", "has one number"),
+        ('result: {"score": 0.5}', 0.5),
+        ("9" * (1 << 16) + "x", "not one number"),
         ("9" * (1 << 16), "no finite number"),
         (torch.tensor(0.25), 0.25),
         ({"score": 3}, 3.0),
@@ -305,7 +386,27 @@ def test_a_score_is_the_last_number_of_the_last_line_or_named_in_json(
 
 @pytest.mark.slow
 @POSIX
-def test_an_evaluation_that_fails_costs_its_trial_only_and_what_is_left_of_one_no_time() -> None:
+def test_what_an_evaluation_prints_takes_no_room_and_what_it_leaves_running_is_not_waited_for() -> (
+    None
+):
+    """With files of at most 1 MB: to print more into one would end the evaluation."""
+    judge("""
+    import subprocess
+    for _ in range(40):
+        print("x" * 99_999)
+        print("y" * 99_999, file=sys.stderr)
+    child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    open("child", "w").write(str(child.pid))
+    return 0.25""")
+    limited = f"""bash -c 'ulimit -f 1000; "$0" judge.py "$1"' "{sys.executable}" {{model}}"""
+    found = sweep(limited, {"drop_rate": [0.1]})
+    assert (found.base, found.rows[0].scores) == ([0.25], [0.25])
+    os.kill(int(Path("child").read_text()), signal.SIGKILL)
+
+
+@pytest.mark.slow
+@POSIX
+def test_an_evaluation_that_fails_costs_its_trial_only_and_what_it_printed_is_kept() -> None:
     judge("""
     import signal, subprocess
     print("working on it", flush=True)
@@ -317,10 +418,6 @@ def test_an_evaluation_that_fails_costs_its_trial_only_and_what_is_left_of_one_n
         time.sleep(60)
     if rate == 0.3:
         os.kill(os.getpid(), signal.SIGKILL)
-    if rate == 0.6:
-        print("x" * 1_000_000)
-        other = subprocess.Popen(["sleep", "60"], start_new_session=True)
-        open("other", "w").write(str(other.pid))
     return {0.4: "nothing", 0.5: "nan"}.get(rate, value)""")
     rates = "drop_rate=[0.1, 0.2, 0.3, 0.4, 0.5, 0.6]"
     flags = ["--vary", rates, "--search", "grid", "--confirm", "0", "--timeout", "6"]
@@ -333,7 +430,6 @@ def test_an_evaluation_that_fails_costs_its_trial_only_and_what_is_left_of_one_n
         assert reason in trial.user_attrs["why"]
     assert trials[0].user_attrs["output"] == "working on it\nout of memory\n"
     wait_for(lambda: has_ended(int(Path("child").read_text())))
-    os.kill(int(Path("other").read_text()), signal.SIGKILL)
     done = len(calls())
     run(*flags)
     assert len(calls()) == done + 5, "what has failed is tried again by the next run"
@@ -350,18 +446,19 @@ def test_an_evaluation_that_cannot_score_the_base_ends_it_at_once(
     tmp_path: Path, capsys: Capture, evaluate: str, words: list[str]
 ) -> None:
     judge("    raise RuntimeError('no tokenizer')")
-    flags = command("--vary", "drop_rate=[0.1]", evaluate=evaluate)
+    flags = command("--vary", "drop_rate=[0.1]", "--keep-models", "kept", evaluate=evaluate)
     run(*flags, status=1)
     printed = capsys.readouterr().err
     assert [word for word in ("score the base", *words) if word not in printed] == []
-    assert optuna.get_all_study_summaries("sqlite:///config_sweep.db") == []
-    assert list(tmp_path.glob(".sweep-*")) == []
+    assert (os.listdir("kept"), list(tmp_path.glob(".sweep-*"))) == ([], [])
 
 
 @pytest.mark.slow
 def test_several_scores_give_a_front_and_a_function_can_prune(
-    capsys: Capture,
+    tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
     Path("both.py").write_text(
         "import torch, optuna\ndef score(state, trial):\n    assert isinstance(state, dict)\n"
         "    if trial.params.get('drop_rate', 0) == 0.25: raise optuna.TrialPruned\n"
@@ -381,11 +478,11 @@ def test_several_scores_give_a_front_and_a_function_can_prune(
         "--in-memory",
         "--json",
         "--plot",
-        evaluate="both.py:score",
+        evaluate="~/both.py:score",
     )
     run(*flags, "front.svg")
     shown = json.loads(capsys.readouterr().out)
-    assert len(shown["trials"]) == 16
+    assert (len(shown["trials"]), len(shown["plain_averages"]) >= 5) == (16, True)
     assert [each["why"] for each in shown["failed"]] == ["pruned"] * 4
 
     points = {
@@ -398,7 +495,8 @@ def test_several_scores_give_a_front_and_a_function_can_prune(
         if all(map(float.__le__, points[a], points[b])) and points[a] != points[b]
     }
     assert set(shown["front"]) == set(points) - beaten
-    assert "<svg" in Path("front.svg").read_text()
+    assert re.search(rf"{len(shown['front'])} trials on the Pareto front", shown["verdict"])
+    assert ("<svg" in Path("front.svg").read_text(), list(tmp_path.glob("*.sweep*"))) == (True, [])
 
 
 SPACE = {"drop_rate": [0.25, 0.5, 0.75], "lambda_coeff": [0.5, 1.0]}
@@ -433,6 +531,7 @@ def test_state_dicts_and_live_models_are_searched_in_memory(models: Models, tmp_
     # The state is merged into: the base of every merge must be what it was.
     live = search([net.state_dict(), *tunes], net)
     reports = [live, sweep(miss, SPACE, model=other), sweep(miss, SPACE, in_memory=True)]
+    assert live.base == plain.base == [miss(base)]
     scores = [(row.params, row.scores) for row in plain.rows]
     assert [[(row.params, row.scores) for row in each.rows] for each in reports] == [scores] * 3
     assert_same(dict(net.state_dict()), dare_merge(base, tunes, live.winner.config))
@@ -442,10 +541,13 @@ def test_state_dicts_and_live_models_are_searched_in_memory(models: Models, tmp_
     def give_up(model: Any) -> float:
         return miss(model) if miss(model) == plain.base[0] else sys.exit(3)
 
-    with pytest.raises(DareError, match="the first failed: SystemExit: 3"):
-        search([base, *tunes], net, give_up)
-    with pytest.raises(DareError, match=r"'layer\.weight'"):
-        search([base, *tunes], torch.nn.ModuleDict({"head": net["head"]}))
+    for states, model, evaluate, words in (
+        ([base, tunes[0], net.state_dict()], net, miss, "model 1 .* share their memory"),
+        ([base, *tunes], net, give_up, "the first failed: SystemExit: 3"),
+        ([base, *tunes], torch.nn.ModuleDict({"head": net["head"]}), miss, r"'layer\.weight'"),
+    ):
+        with pytest.raises(DareError, match=words):
+            search(states, model, evaluate)
     assert_same(dict(net.state_dict()), base)  # since there is no winner
     one = torch.nn.Linear(8, 4, bias=False)
     tied = torch.nn.ModuleDict({"one": one, "two": one})
@@ -458,10 +560,6 @@ def test_state_dicts_and_live_models_are_searched_in_memory(models: Models, tmp_
     net.register_buffer("empty", torch.zeros(0))  # which has no memory to share
     states = [{**state, "empty": torch.zeros(0)} for state in (base, *tunes)]
     assert search(states, net).winner.scores == [0.0]
-    shared = [state | {"layer.weight": net["layer"].weight.detach()} for state in states]
-    assert search(shared, net).averages, "what a model shares with the live one is copied"
-    tie = search([base, *tunes], evaluate=lambda state: 1.0)
-    assert (tie.winner is tie.average, tie.probability) == (True, None)
     assert snapshot(tmp_path) == before, "nothing is written"
 
 
@@ -491,8 +589,30 @@ def test_fresh_seeds_share_no_mask_and_the_verdict_is_that_of_students_t() -> No
     p = 3 * stats.ttest_1samp(values, found.average.scores[0], alternative="greater").pvalue
     assert found.probability == pytest.approx(p, rel=1e-9)
     assert re.search(rf"lambda 1: -0\.64.* more than .* 4 fresh seeds, p = {p:.2g}", found.verdict)
-    for freedom, t in itertools.product(range(1, 9), (0.0, 1.0, 12.7)):
+    for freedom, t in itertools.product(range(1, 9), (0.0, 0.3, 1.0, 2.5, 12.7)):
         assert chance(t, freedom) == pytest.approx(stats.t.sf(t, freedom), rel=1e-9)
+
+
+@pytest.mark.slow
+def test_noise_is_not_called_better_and_the_plain_average_wins_ties(models: Models) -> None:
+    base, *tunes = map(load_file, models)
+    plain = dare_merge(base, tunes, DareConfig(drop_rate=0.0))
+    space = {"drop_rate": [0, 0.5, 0.7, 0.8, 0.9]}
+
+    def noise(state: Any) -> float:
+        alike = all(torch.equal(state[name], plain[name]) for name in plain)
+        return 0.0 if alike else random.Random(str(state["layer.weight"].sum())).gauss(0, 1)
+
+    reports = [
+        dare_sweep(base, tunes, noise, space, DareConfig(seed=seed), search="grid")
+        for seed in range(0, 2000, 100)
+    ]
+    for found in reports:
+        assert (found.winner is found.average) == (found.best.mean(0) <= 0)
+    # One in twenty at most, but for luck.
+    assert sum("more than its seeds" in found.verdict for found in reports) <= 2
+    tie = dare_sweep(base, tunes, lambda state: 1.0, space, search="grid")
+    assert (tie.winner is tie.average, tie.probability) == (True, None)
 
 
 @pytest.mark.slow
@@ -509,6 +629,7 @@ def test_the_winners_configuration_makes_the_very_model_that_was_scored(capsys: 
     run("-q", "-c", "config_best.toml", "--engine", "plain", "-o", "again.safetensors")
     [scored] = Path("kept").glob("*-trial-0001.*")
     assert Path("again.safetensors").read_bytes() == scored.read_bytes()
+    assert len(os.listdir("kept")) == 2 + 2 * 5 + 1
 
 
 @pytest.mark.slow
@@ -572,26 +693,39 @@ def test_nothing_in_a_study_is_unpickled_whatever_the_search(tmp_path: Path) -> 
     assert not Path("unpickled").exists()
 
 
+def cut(study: Path) -> None:
+    study.write_bytes(study.read_bytes()[:40_000])
+
+
+def alter(change: str) -> Callable[[Path], None]:
+    def apply(study: Path) -> None:
+        with sqlite3.connect(study) as database:
+            database.execute(change)
+
+    return apply
+
+
 @pytest.mark.parametrize(
-    "change",
+    "damage",
     [
-        "",
-        "update study_user_attributes set value_json = '[1, 2]' where key = 'base'",
-        "update trial_params set param_name = 'other'",
-        "delete from study_user_attributes",
+        cut,
+        lambda study: study.write_text("no database"),
+        alter("update study_user_attributes set value_json = '{' where key = 'base'"),
+        alter("""update study_user_attributes set value_json = '"abc"' where key = 'base'"""),
+        alter("update study_user_attributes set value_json = '[1, 2]' where key = 'base'"),
+        alter("update trial_params set param_name = 'other'"),
+        alter("update trial_params set distribution_json = '{}'"),
+        alter("drop table trial_values"),
+        alter("delete from study_user_attributes"),
     ],
 )
 def test_a_damaged_study_or_that_of_another_tool_is_refused(
-    tmp_path: Path, capsys: Capture, change: str
+    tmp_path: Path, capsys: Capture, damage: Callable[[Path], None]
 ) -> None:
     flags = ["--vary", "drop_rate={low=0.1,high=0.9}", "--confirm", "0", "--study", "mine"]
     flags = command(*flags, "--trials")
     run(*flags, "2")
-    if change:
-        with sqlite3.connect("config_sweep.db") as database:
-            database.execute(change)
-    else:
-        Path("config_sweep.db").write_text("no database")
+    damage(Path("config_sweep.db"))
     capsys.readouterr()
     assert dare.main([*flags, "3"]) in (1, 2)
     printed = capsys.readouterr().err
@@ -612,6 +746,8 @@ def test_a_sweep_leaves_the_process_as_it_was(monkeypatch: Patch) -> None:
     # What is beside the file is imported, also while the function runs.
     Path("late.py").write_text("def score(path):\n    import helper\n    return helper.value\n")
     sweep("late.py:score", {"drop_rate": [0.1, 0.5]}, storage="sqlite:///x.db")
+    with pytest.raises(DareError, match="score the base"):
+        sweep(lambda path: "nothing", {"drop_rate": [0.1]})
     assert look() == before
 
 
@@ -631,24 +767,27 @@ def test_models_that_change_end_the_search() -> None:
         ("--evaluate 'pyhton {model}'", 2, "no command 'pyhton'"),
         ("--evaluate 'python \"{model}'", 2, "cannot be split"),
         ("--evaluate judge.py:scores", 2, "no function 'scores'"),
-        ("--evaluate no.py:score", 2, "cannot import 'no.py'"),
+        ("--evaluate no.py:score", 2, "no file 'no.py'"),
         ("--search genetic", 2, "there is no search 'genetic'"),
+        ("--evaluate config.toml.py:f", 2, "no file"),
         ("--objective accuracy", 2, "must be NAME:max or NAME:min"),
-        ("--trials 0", 2, "trials must be a whole number"),
-        ("--confirm 2", 2, "confirm must be 0 or a whole number from 3 up"),
+        ("--trials 0", 2, "trials must be a whole number from 1"),
+        ("--confirm 1", 2, "so few fresh seeds"),
         ("--search cmaes --objective a:max b:min", 2, "cmaes takes one objective"),
         ("--timeout 5", 2, "is for commands"),
-        ("--write-config config.toml", 2, "exists already"),
+        ("--write-config config.toml --force", 2, "is the configuration itself"),
+        ("--confirm 2", 2, "so few fresh seeds"),
+        ("--write-config config_sweep.db --force", 2, "is the study itself"),
         ("--search cmaes", 2, "needs two ranges"),
         ("--write-config math.safetensors --force", 2, "is the input"),
         ("--objective a:max a:min", 2, "have one name"),
         ("--evaluate 'cat {model} | tail'", 2, "without a shell"),
         ("--evaluate 'cat {model} | wc'", 2, """bash -c '... "$1" ...' bash {model}"""),
         ("--in-memory --keep-models x", 2, "no models to keep"),
-        ("--evaluate 'echo {model}' --in-memory", 2, "to give to a command"),
-        ("--storage sqlite:///no/such.db", 1, "cannot be used"),
-        ("--storage ::", 1, "cannot be used"),
-        ("--keep-models config.toml/x", 1, "config.toml"),
+        ("--evaluate 'echo {model}' --in-memory", 2, "a command needs models in files"),
+        ("--storage sqlite:///no/such.db", 1, "cannot open the study"),
+        ("--storage ::", 1, "cannot open the study"),
+        ("--keep-models config.toml/x", 1, "cannot write models in"),
         ("--plot a.gif", 2, "cannot be written"),
         (
             "--search grid --vary lambda_coeff={low=1,high=2}",

@@ -3,6 +3,7 @@ are named."""
 
 import re
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,11 @@ def test_settings_are_only_asked_where_they_mean_something_and_others_do_not_hin
     space = {
         "method": ["linear", "ties", "slerp", "ram"],
         "drop": ["random", "breadcrumbs", "della"],
-        "drop_rate": [0.5, 0.7],
+        "drop_rate": [0, 0.5],
         "gamma": [0.01, 0.02],
         "epsilon": {"low": 0.01, "high": 0.1},
-        "rescale_q": {"low": 0.5, "high": 1},
-        "keep_ratio": {"low": 0.1, "high": 1, "step": 0.1},
+        "rescale_q": {"low": 0.1, "high": 1},
+        "keep_ratio": {"low": 0.1, "high": 1, "log": True},
         "slerp_t": {"low": 0, "high": 1, "step": 0.25},
         "weights": {"low": 0.1, "high": 2},
         "lambda_coeff": [1, {"gradient": [0.5, 1]}],
@@ -40,7 +41,7 @@ def test_settings_are_only_asked_where_they_mean_something_and_others_do_not_hin
             }
         ],
     }
-    rules = [{"match": "layer.*", "lambda_coeff": 0.5}]
+    rules = [{"match": "layer.*", "keep_ratio": 0.5}]
     config = DareConfig(method="ties", keep_ratio=0.3, engine="plain", rules=rules)
     merger = DareMerger(models[0], models[1:], config)
     found = merger.sweep(
@@ -56,14 +57,24 @@ def test_settings_are_only_asked_where_they_mean_something_and_others_do_not_hin
         assert ("keep_ratio" in names) == (method == "ties" and drop == "random")
         assert ("gamma" in names, "epsilon" in names) == (drop == "breadcrumbs", drop == "della")
         assert ("rescale_q" in names) == (drop == "random")
-        assert row.config.keep_ratio in {None, *(k / 10 for k in range(1, 11))}, "0.9, not 0.8999"
+        assert row.params.get("rescale_q", 1) >= 1 - row.params["drop_rate"]
         assert row.params.get("slerp_t", 0) in (0, 0.25, 0.5, 0.75, 1)
-        own, *kept = row.config.typed_rules
-        assert 0.5 <= own.drop_rate[0] <= 0.6 < 0.7 <= own.drop_rate[1] <= 0.8
+        assert (
+            0.5
+            <= row.params["rules.0.drop_rate.0"]
+            <= 0.6
+            < 0.7
+            <= row.params["rules.0.drop_rate.1"]
+            <= 0.8
+        )
+        [own, *kept] = row.config.typed_rules
+        assert own.drop_rate == tuple(row.params[f"rules.0.drop_rate.{i}"] for i in range(2))
         assert kept[0].match == ("layer.*",)
         assert row.config.weights == (
             tuple(row.params[f"weights.{i}"] for i in (0, 1)) if method != "slerp" else None
         )
+    assert len({row.params["method"] for row in found.rows}) == 4
+    assert found.averages[0].config.method == "linear"
 
 
 @pytest.mark.parametrize(
@@ -73,16 +84,18 @@ def test_settings_are_only_asked_where_they_mean_something_and_others_do_not_hin
         ("drop_rate=[]", r"\[sweep\] drop_rate has no values"),
         ("drop_rate=[0.5, 1.5]", r"\[sweep\] drop_rate must be"),
         ("method=['linear', 'tie']", r"\[sweep\] method must be .*did you mean ties"),
-        ("seed=[1, 2]", "no key 'seed'"),
-        ("drop_rate={low=0.5, high=0.4}", "drop_rate is no range: .*low <= high"),
-        ("drop_rate={low=0}", "high"),
+        ("seed=[1, 2]", "masks are noise"),
+        ("drop_rate={low=0.5, high=0.5}", "the range from 0.5 to 0.5 is empty"),
+        ("drop_rate={low=0}", "low and high"),
         ("drop_rate={low=0, high=2}", r"\[sweep\] drop_rate must be"),
         ("method={low=1, high=2}", r"\[sweep\] method must"),
-        ("drop_rate={low='a', high=1}", "is no range"),
-        ("lambda_coeff={low=1, high=2, steps=1}", "'steps'"),
-        ("lambda_coeff={low=0, high=2, log=true}", "low > 0"),
-        ("lambda_coeff={low=1, high=2, step=0}", "step > 0"),
-        ("lambda_coeff={low=0, high=2, step=1e-320}", "is no range"),
+        ("drop_rate={low='a', high=1}", "low must be a num"),
+        ("lambda_coeff={low=1, high=2, log=1}", "log must be true"),
+        ("lambda_coeff={low=1, high=2, steps=1}", "no key 'steps'"),
+        ("lambda_coeff={low=0, high=2, log=true}", "above 0"),
+        ("lambda_coeff={low=1, high=2, step=0}", "step must be above"),
+        ("lambda_coeff={low=0, high=2, step=1e-6}", "steps of 1e-06"),
+        ("lambda_coeff={low=0, high=2, step=1e-320}", "steps of"),
         ("normalize=['yes']", r"\[sweep\] normalize must"),
         ("drop_rate=[{low=0, high=0.5}]", "1 ranges for 2 models"),
         ("weights=[0.5, 0.5]", r"\[sweep\] weights must be"),
@@ -91,6 +104,7 @@ def test_settings_are_only_asked_where_they_mean_something_and_others_do_not_hin
         ("threads=[1]", "no key 'threads'"),
         ("rules=[{match='*'}]", "sets nothing"),
         ("rules=[{match='*', mismatch=['base']}]", "rule 1 has no key 'mismatch'"),
+        ("keep_ratio=[0.5, 0.7]", "keep_ratio means nothing"),
         ("rules=[]", "nothing to search"),
         ("drop_rate", "must be SETTING=VALUES"),
         ("", "nothing to search"),
@@ -184,15 +198,17 @@ def test_whatever_is_chosen_can_be_merged_or_is_refused(
         config = DareConfig()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     trial = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=seed)).ask()
-    try:
-        choices = Space(
-            space | ({"rules": [{"match": "*weight", **rule}]} if rule else {}), config, 2
-        )
-        chosen = choices.choose(trial)
-        for made in (chosen, choices.plain_average(1.0)):
-            DareMerger("a", ["b", "c"], made)
-    except ConfigError:
-        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        try:
+            choices = Space(
+                space | ({"rules": [{"match": "*weight", **rule}]} if rule else {}), config, 2
+            )
+            chosen = choices.choose(trial)
+            for made in (chosen, choices.plain_average(1.0)):
+                DareMerger("a", ["b", "c"], made)
+        except ConfigError:
+            return
     assert choices.choose(optuna.trial.FixedTrial(trial.params)) == chosen, (
         "a study says all about it"
     )

@@ -31,7 +31,7 @@ def merge_documents(files: Sequence[MergekitFile], flags: Flags, merger_class: M
     if unfit:
         raise ConfigError(
             f"{name_flag(unfit)} means nothing to a file of several documents",
-            "write it into the document that it is for, or give that a file of its own",
+            "give the document that it is for a file of its own",
         )
     check_models(files)
     if "output" not in flags:

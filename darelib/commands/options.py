@@ -325,8 +325,9 @@ def explain_unknown(
             "files go after --config, --base, --merge or --output; "
             f"the first word may be a command: {first}",
         )
+    long = next((name for name, short in SHORT_NAMES.items() if word in short), word)
     for other, room in rooms.items():
-        if word in room.OPTIONS:
+        if long in room.OPTIONS:
             return ConfigError(
                 f"{word} means nothing to {name}", f"it belongs to {parser.prog} {other}"
             )

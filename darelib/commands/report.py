@@ -10,7 +10,7 @@ from typing import Any, Final, Self
 
 from darelib.commands.fit import AdapterFit
 from darelib.commands.options import Report
-from darelib.config import RULE_SETTINGS, DareConfig, Rule
+from darelib.config import TENSOR_SETTINGS, DareConfig, Rule
 from darelib.core.drops import DROPS, EXPECTATION, RANDOM
 from darelib.core.interrupts import Interrupts
 from darelib.core.mask import MASK_BITS
@@ -292,7 +292,7 @@ def list_settings(config: DareConfig, rule: Rule | None) -> dict[str, Any]:
     """What a rule sets; or, for the tensors without one, what is set besides the first line's."""
     if rule:
         return {name: value for name, value in rule.as_table().items() if name != "match"}
-    own = [name for name in RULE_SETTINGS if name not in ("method", "weights")]
+    own = [name for name in TENSOR_SETTINGS if name not in ("method", "weights")]
     table = config.recipe_settings()
     return {name: table[name] for name in own if table.get(name) not in (None, USUAL.get(name))}
 

@@ -147,6 +147,8 @@ class Comparison(ExitStack):
         path = self.folder / planned.name
         try:
             file = self.enter_context(open_regular(path))
+        except FileNotFoundError:
+            raise self._differs(f"{planned.name!r} is not there") from None
         except OSError as error:
             raise explain_os_error(error, str(path)) from None
         self.files.append(file)

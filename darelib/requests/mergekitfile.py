@@ -105,7 +105,7 @@ class MergekitFile:
         self.check(
             self.method in FAMILIES,
             "merge_method",
-            f"this tool has no {self.method!r}",
+            f"this tool has no {self.method!r}" if self.method else "it is missing",
             nearest(self.method, FAMILIES),
         )
         self.family = FAMILIES[self.method]

@@ -75,23 +75,23 @@ def locate_inputs(request: Request, given: Sequence[str], path: Path) -> Request
     folder = Path(os.path.abspath(path)).parent
     folders = (folder.parent if path.name == RECIPE_FILE else folder, Path.cwd())
     inputs: list[Source] = []
-    unused = list(given)
+    used: set[str] = set()
     for entry in request.inputs:
-        source = _find_input(entry, given, folders, inputs[:1])
-        unused = [name for name in unused if name != source.name]
+        fitting = _find_input(entry, given, folders, inputs[:1])
+        used |= {source.name for source in fitting}
         name = str(entry.get("file", ""))
-        inputs.append(dataclasses.replace(download(source), recorded=name))
+        inputs.append(dataclasses.replace(download(fitting[0]), recorded=name))
     sources = [source for source in (request.base, *request.merge) if source]
     if sum(len(source.models) for source in sources) != len(inputs):
         raise DareError(f"the recipe of {str(path)!r} names other models than inputs", AGAIN_HINT)
     found = iter(inputs)
     base, *merge = [source.find_models(lambda _: next(found)) for source in sources]
-    if unused:
-        raise DareError(
-            f"{unused[0]!r} is none of the models that the recipe was made with, or one of them "
-            "again",
-            "leave it out; to merge other models, give a configuration of your own",
-        )
+    for name in given:
+        if name not in used:
+            raise DareError(
+                f"{name!r} is none of the models that the recipe was made with",
+                "leave it out; to merge other models, give a configuration of your own",
+            )
     return dataclasses.replace(
         request,
         base=base,
@@ -103,24 +103,30 @@ def locate_inputs(request: Request, given: Sequence[str], path: Path) -> Request
 
 def _find_input(
     entry: Mapping[str, Any], given: Sequence[str], folders: Sequence[Path], base: Sequence[Source]
-) -> Source:
-    """What is an input of a recipe: one of the models that are given, or one by its name."""
+) -> list[Source]:
+    """What is an input of a recipe: all such models that are given, or else one by its name."""
     name = str(entry.get("file", ""))
     candidates = [*map(Source.of_model, given), *_find_named(name, folders)]
     # The last one is named where none fits.
     candidates.sort(key=lambda candidate: recorded_name(candidate) == name)
     looked = " nor in ".join(repr(str(folder)) for folder in dict.fromkeys(folders))
-    why = f"it is not in {looked}"
+    why = f"it is {'not' if folders[0] == folders[1] else 'neither'} in {looked}"
+    fitting: list[Source] = []
     for candidate in candidates:
+        if fitting and candidate.name not in given:
+            break
         difference = find_difference(candidate, entry, base)
-        if not difference:
-            return candidate
-        why = f"{candidate.name!r} is another one: {difference}"
-    raise DareError(
-        f"cannot find {name!r}, which the recipe was made with: {why}",
-        "say where the models are with --base and --merge; "
-        "to merge others, give a configuration of your own",
-    )
+        if difference:
+            why = f"{candidate.name!r} is another one: {difference}"
+        else:
+            fitting.append(candidate)
+    if not fitting:
+        raise DareError(
+            f"cannot find {name!r}, which the recipe was made with: {why}",
+            "say where the models are with --base and --merge; "
+            "to merge others, give a configuration of your own",
+        )
+    return fitting
 
 
 def _find_named(name: str, folders: Sequence[Path]) -> Iterator[Source]:

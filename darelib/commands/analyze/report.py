@@ -22,7 +22,8 @@ from darelib.core.text import (
     table,
 )
 from darelib.models.checkpoint import Checkpoint
-from darelib.models.source import Source
+from darelib.models.inputs import find_files
+from darelib.models.source import Source, download
 from darelib.output.destination import check_apart
 from darelib.plan.plan import MergePlan
 from darelib.requests.configfile import STDOUT, check_new_config, check_new_file, write_config
@@ -179,10 +180,15 @@ def check_places(
         check_new_file(plot, "picture", force)
     if config is not None:
         check_new_config(config, force)
-    parts = [part for source in sources for part in source.parts]
-    used = [(part.name, part.path) for part in parts if part.path.exists()]
-    for path in (plot, config):
-        if path and path != STDOUT:
+    if plot and config and plot.absolute() == config.absolute():
+        raise ConfigError(
+            "the picture and the configuration have the same name", "choose another name for one"
+        )
+    new = [path for path in (plot, config) if path and path != STDOUT]
+    for source in [part for each in sources for part in each.parts] if new else ():
+        _, layout = find_files(download(source))
+        used = [(source.name, place) for place in (layout.folder, *layout.files) if place]
+        for path in new:
             check_apart(repr(str(path)), path, used)
 
 

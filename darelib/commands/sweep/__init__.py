@@ -1,4 +1,4 @@
-"""`dare sweep`: its options, and what they ask for: settings chosen by an evaluation.
+"""`dare.py sweep`: its options, and what they ask for: settings chosen by an evaluation.
 
 start: where models are made, and what is written; space: what may be chosen; evaluation: scores;
 search: the trials; report: what was found.

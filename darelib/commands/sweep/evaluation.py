@@ -14,15 +14,16 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from tempfile import TemporaryFile
+from threading import Thread
 from typing import IO, Any, Final, Self
 
 from darelib.config import is_number
 from darelib.core.text import ConfigError, DareError, list_names
 
 OUTPUT_TAIL: Final = 1 << 16  # bytes of what an evaluation prints that are kept, from the end
+# How long to wait for the end of it: a process that outlives its parent may hold it open.
+END_SECONDS: Final = 1.0
 KEPT: Final = 4000  # characters of it that are kept with a trial that has failed
 ESCAPES: Final = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 # Digits are never given back, so that a line takes no longer than its length.
@@ -30,7 +31,9 @@ NUMBER: Final = re.compile(
     r"(?<![\w.])[-+]?(?:(?:\d++\.?\d*+|\.\d++)(?:e[-+]?\d++)?|nan|inf(?:inity)?)(?![\w.])", re.I
 )
 SHELL_WORDS: Final = ("|", "||", "&&", ";", "<", ">", ">>", "2>&1", "&")
-FUNCTION: Final = re.compile(r".+\.py:[A-Za-z_]\w*")
+SHELL_HINT: Final = """use bash -c '... "$1" ...' bash {model}"""
+FUNCTION: Final = re.compile(r"(.+\.py):([A-Za-z_]\w*)")
+JSON_START: Final = re.compile(r'\{\s*"')
 # Of a model and a trial: a score, or several by name, as yet unread.
 Evaluate = Callable[[Any, Any], Any]
 
@@ -58,6 +61,7 @@ class Objective:
         return cls(name, way == "max")
 
     def gain(self, one: float, other: float) -> float:
+        """How much better one is than the other."""
         return one - other if self.maximize else other - one
 
 
@@ -86,81 +90,111 @@ def read_scores(given: Any, objectives: Sequence[Objective]) -> list[float]:
 def parse_output(text: str) -> Any:
     """The JSON object that an output ends with, or else the only number in its last line."""
     text = ESCAPES.sub("", text).rstrip()
-    for brace in reversed(list(re.finditer(r"^\{", text, re.MULTILINE))):
-        with suppress(ValueError, RecursionError):
-            return json.loads(text[brace.start() :])
     line = text.rpartition("\n")[2]
+    cut = line.count("{") != line.count("}")
+    for brace in reversed(list(re.finditer(r"^\{", text, re.MULTILINE))):
+        try:
+            found, end = json.JSONDecoder().raw_decode(text, brace.start())
+            if end == len(text):
+                return found
+        except (ValueError, RecursionError):
+            cut |= JSON_START.match(text, brace.start()) is not None
+    if cut:
+        raise EvaluationFailed(f"its output ends with JSON that is not complete: {line[-80:]!r}")
     numbers = NUMBER.findall(line)
-    # What has a brace or a quote may be JSON that was cut off, whose number is any.
-    if len(numbers) != 1 or any(sign in line for sign in '{}"'):
-        raise EvaluationFailed(f"its last line, {line[-80:]!r}, is neither JSON nor has one number")
+    if len(numbers) != 1:
+        raise EvaluationFailed(
+            f"its last line, {line[:80]!r}, is no JSON and has not one number but {len(numbers)}"
+        )
     return float(numbers[0])
 
 
-def split_command(text: str) -> list[str]:
-    """The words of a command, as a shell would split it; it is run without one, so that no path is
-    more than a word.
-    """
-    try:
-        words = shlex.split(text, posix=os.name != "nt")
-    except ValueError as error:
-        raise ConfigError(
-            f"--evaluate {text!r} cannot be split into words: {error}", "check its quotes"
-        ) from None
-    if os.name == "nt":  # where a backslash is no escape, and quotes stay
-        words = [word.strip("\"'") for word in words]
-    if not any("{model}" in word for word in words):
-        raise ConfigError(
-            f"--evaluate {text!r} has no {{model}}",
-            "write {model} where the model's path belongs, or name a function: file.py:function",
-        )
-    odd = next((word for word in words if word in SHELL_WORDS), None)
-    if odd:
-        raise ConfigError(
-            f"--evaluate is run without a shell, to which {odd!r} belongs",
-            """use bash -c '... "$1" ...' bash {model}""",
-        )
-    if shutil.which(words[0]) is None:
-        raise ConfigError(
-            f"there is no command {words[0]!r}", "check the first word of --evaluate, and the PATH"
-        )
-    return words
+class Tail(Thread):
+    """Reads what a process prints, and keeps the end of it."""
+
+    def __init__(self, pipe: IO[bytes]) -> None:
+        super().__init__(daemon=True)
+        self.pipe = pipe
+        self.kept = b""
+        self.start()
+
+    def run(self) -> None:
+        with self.pipe:
+            while piece := os.read(self.pipe.fileno(), OUTPUT_TAIL):
+                self.kept = (self.kept + piece)[-OUTPUT_TAIL:]
+
+    def read(self) -> str:
+        self.join(END_SECONDS)
+        return self.kept.decode(errors="replace")
 
 
-def run_command(words: Sequence[str], timeout: float | None, model: Any, _: Any) -> Any:
-    program, *others = (word.replace("{model}", str(model)) for word in words)
-    # Files, not pipes: a process that outlives its parent may hold a pipe open.
-    with TemporaryFile() as output, TemporaryFile() as errors:
+@dataclass(frozen=True)
+class ShellCommand:
+    """An evaluation that is a command: its words, one or more of them with {model} in it."""
+
+    words: tuple[str, ...]
+    timeout: float | None
+
+    @classmethod
+    def of(cls, text: str, timeout: float | None) -> Self:
+        """Split as a shell would, but run without one: no path is more than a word."""
+        try:
+            words = shlex.split(text, posix=os.name != "nt")
+        except ValueError as error:
+            raise ConfigError(
+                f"--evaluate {text!r} cannot be split into words: {error}", "check its quotes"
+            ) from None
+        if os.name == "nt":  # where a backslash is no escape, and quotes stay
+            words = [word.strip("\"'") for word in words]
+        if not any("{model}" in word for word in words):
+            raise ConfigError(
+                f"--evaluate {text!r} has no {{model}}",
+                "write {model} where the model's path belongs, "
+                "or name a function: file.py:function",
+            )
+        if odd := next((word for word in words if word in SHELL_WORDS), None):
+            raise ConfigError(
+                f"--evaluate is run without a shell, to which {odd!r} belongs", SHELL_HINT
+            )
+        if shutil.which(words[0]) is None:
+            raise ConfigError(
+                f"there is no command {words[0]!r}",
+                f"check the first word of --evaluate, and the PATH; for variables, {SHELL_HINT}",
+            )
+        return cls(tuple(words), timeout)
+
+    def __call__(self, model: Any, _: Any) -> Any:
+        words = [word.replace("{model}", str(model)) for word in self.words]
+        words[0] = shutil.which(words[0]) or words[0]
         process = subprocess.Popen(
-            [shutil.which(program) or program, *others],
+            words,
             stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=errors,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             start_new_session=True,
         )
+        assert process.stdout
+        assert process.stderr
+        output = Tail(process.stdout)
+        errors = Tail(process.stderr)
         try:
-            status = process.wait(timeout)
+            status = process.wait(self.timeout)
             verb = "was ended by signal" if status < 0 else "ended with status"
             problem = f"it {verb} {abs(status)}" if status else ""
         except subprocess.TimeoutExpired:
-            problem = f"it took longer than {timeout:g} s"
+            problem = f"it took longer than {self.timeout:g} s"
         finally:
             kill_all(process)
-        printed = read_end(output)
-        complaints = read_end(errors)
-    try:
-        if not problem:
-            return parse_output(printed)
-        last = complaints.strip().rpartition("\n")[2]
-        raise EvaluationFailed(f"{problem}: {last[-300:]}" if last else problem)
-    except EvaluationFailed as error:
-        error.output = (printed + complaints)[-KEPT:]
-        raise
-
-
-def read_end(file: IO[bytes]) -> str:
-    file.seek(max(0, file.seek(0, os.SEEK_END) - OUTPUT_TAIL))
-    return file.read().decode(errors="replace")
+        printed = output.read()
+        complaints = errors.read()
+        try:
+            if not problem:
+                return parse_output(printed)
+            last = complaints.strip().rpartition("\n")[2]
+            raise EvaluationFailed(f"{problem}: {last[-300:]}" if last else problem)
+        except EvaluationFailed as error:
+            error.output = (printed + complaints)[-KEPT:]
+            raise
 
 
 def kill_all(process: subprocess.Popen[bytes]) -> None:
@@ -176,30 +210,35 @@ def kill_all(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def load_function(path: Path, name: str) -> Callable[..., Any]:
+def load_function(path: str, name: str) -> Callable[..., Any]:
     """A function of a Python file, which is imported as if it were run, with what is beside it."""
-    module_name = f"evaluation_{path.stem}"  # so that it replaces no other module
-    spec: Any = importlib.util.spec_from_file_location(module_name, path)  # as it ends in .py
+    place = Path(os.path.expanduser(path))
+    if not place.is_file():
+        raise ConfigError(
+            f"there is no file {path!r}",
+            "--evaluate takes file.py:function, or a command with {model}",
+        )
+    module_name = f"evaluation_{place.stem}"  # so that it replaces no other module
+    spec: Any = importlib.util.spec_from_file_location(module_name, place)  # as it ends in .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
-    folder = str(path.resolve().parent)
+    folder = str(place.resolve().parent)
     try:
         with on_path(folder):
             spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"cannot import {str(path)!r}: {type(error).__name__}: {error}", "run it by itself"
+            f"cannot import {path!r}: {type(error).__name__}: {error}", "run it by itself"
         ) from None
     function = getattr(module, name, None)
     if not callable(function):
-        raise ConfigError(
-            f"{str(path)!r} has no function {name!r}", "check the name after the colon"
-        )
+        raise ConfigError(f"{path!r} has no function {name!r}", "check the name after the colon")
     return on_path(folder)(function)  # which may import what is beside it later
 
 
 @contextmanager
 def on_path(folder: str) -> Iterator[None]:
+    """Let Python import what is in a folder."""
     sys.path.insert(0, folder)
     try:
         yield
@@ -208,33 +247,39 @@ def on_path(folder: str) -> Iterator[None]:
             sys.path.remove(folder)
 
 
-def is_command(given: Any) -> bool:
-    return isinstance(given, str) and not FUNCTION.fullmatch(given)
-
-
 def find_evaluation(given: Any, timeout: float | None) -> tuple[Evaluate, str]:
     """What evaluates models, and its label: a script that was edited is another evaluation."""
-    if is_command(given):
-        if timeout is not None and not timeout > 0:
-            raise ConfigError(f"--timeout must be above 0, not {timeout:g}", "it is in seconds")
-        words = split_command(given)
-        scripts = [word for word in words if word.endswith((".py", ".sh"))]
-        contents = [Path(word).read_bytes() for word in scripts if os.path.isfile(word)]
-        label = " ".join([given, *map(digest, contents)])
-        return partial(run_command, words, timeout), label
+    if timeout is not None and not timeout > 0:
+        raise ConfigError(f"--timeout must be above 0, not {timeout:g}", "it is in seconds")
+    if isinstance(given, str):
+        return find_by_name(given, timeout)
+    if not callable(given):
+        raise ConfigError(
+            "evaluate must be a function, file.py:function or a command",
+            "like 'python eval.py {model}'",
+        )
+    label = str(getattr(given, "__qualname__", type(given).__qualname__))
+    with suppress(OSError, TypeError):  # of what has no source, as in an interactive session
+        label += digest(inspect.getsource(given).encode())
+    return adapt(given), label
+
+
+def find_by_name(text: str, timeout: float | None) -> tuple[Evaluate, str]:
+    named = FUNCTION.fullmatch(text)
+    if not named:
+        command = ShellCommand.of(text, timeout)
+        scripts = [word for word in command.words if word.endswith((".py", ".sh"))]
+        return command, " ".join([text, *map(digest_file, filter(os.path.isfile, scripts))])
     if timeout is not None:
         raise ConfigError(
             "--timeout is for commands: a function cannot be ended",
             "leave it out, or use a command",
         )
-    if isinstance(given, str):
-        file, _, name = given.rpartition(":")
-        path = Path(os.path.expanduser(file))
-        return adapt(load_function(path, name)), f"{given} {digest(path.read_bytes())}"
-    label = str(getattr(given, "__qualname__", type(given).__qualname__))
-    with suppress(OSError, TypeError):  # of what has no source, as in an interactive session
-        label += digest(inspect.getsource(given).encode())
-    return adapt(given), label
+    return adapt(load_function(named[1], named[2])), f"{text} {digest_file(named[1])}"
+
+
+def digest_file(path: str) -> str:
+    return digest(Path(os.path.expanduser(path)).read_bytes())
 
 
 def digest(content: bytes) -> str:

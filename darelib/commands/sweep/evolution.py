@@ -4,17 +4,24 @@ Optuna's own sampler keeps that in the study as a pickle, so that a study from e
 any code.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from cmaes import CMA
-from optuna.distributions import BaseDistribution, FloatDistribution
+from optuna.distributions import FloatDistribution
 from optuna.samplers import BaseSampler, RandomSampler
 from optuna.search_space import intersection_search_space
-from optuna.study import Study, StudyDirection
-from optuna.trial import FrozenTrial, TrialState
+from optuna.study import StudyDirection
+from optuna.trial import TrialState
+
+if TYPE_CHECKING:
+    from optuna import Study
+    from optuna.distributions import BaseDistribution
+    from optuna.trial import FrozenTrial
 
 SPREAD = 1 / 6  # of the first generation around the middle, as a share of each range
 

@@ -82,18 +82,22 @@ class SweepReport(Report):
     def ranked(self) -> list[Row]:
         """Best first, but what a seed may flatter after all that was scored again, if any was.
 
-        With several objectives, the Pareto front comes first, by the first objective.
+        With several objectives, the Pareto front comes first; of equals, that whose worst score is
+        best.
         """
+        columns = [[row.mean(k) for row in self.rows] for k in range(len(self.objectives))]
+        spans = [(min(column), max(column) - min(column) or 1) for column in columns]
         is_confirmed = any(row.confirmed for row in self.rows)
         front = {row.number for row in (self.front if len(self.objectives) > 1 else self.rows)}
 
         def order(row: Row) -> tuple[bool, bool, float]:
-            is_doubtful = is_confirmed and row.draws and not row.confirmed
-            return (
-                row.number not in front,
-                is_doubtful,
-                -self.objectives[0].gain(row.mean(0), 0.0),
+            shares = [(row.mean(k) - low) / width for k, (low, width) in enumerate(spans)]
+            worst = min(
+                share if objective.maximize else 1 - share
+                for share, objective in zip(shares, self.objectives, strict=True)
             )
+            is_doubtful = is_confirmed and row.draws and not row.confirmed
+            return row.number not in front, is_doubtful, -worst
 
         return sorted(self.rows, key=order)
 
@@ -163,9 +167,14 @@ class SweepReport(Report):
             return f"No trial scores better than {than}, so that is the winner."
         p = self.probability
         if p is None:
+            why = "neither drops anything at random"
+            if best.draws:
+                why = "all its seeds score the same"
+            if best.draws and not best.confirmed:
+                why = "it was not scored with fresh seeds"
             return (
                 f"{what}, better than {than}. "
-                "Whether that is chance cannot be told without fresh seeds that differ."
+                f"Whether that is chance cannot be told from seeds: {why}."
             )
         test = f"t test over {len(best.confirmed)} fresh seeds, p = {p:.2g}"
         if p <= SIGNIFICANT:
@@ -178,8 +187,8 @@ class SweepReport(Report):
         named = ", ".join(str(row.number) for row in front[:SHOWN])
         return (
             f"{count_of(len(front), 'trial')} on the Pareto front ({named}), of which plain "
-            f"averages beat {lost}. That with the best {self.objectives[0].name} is trial "
-            f"{self.best.number} ({name_choice(self.best.params)})."
+            f"averages beat {lost}. The most balanced is trial {self.best.number} "
+            f"({name_choice(self.best.params)})."
         )
 
     @property
@@ -254,14 +263,8 @@ def plot_sweep(report: SweepReport, path: str | Path) -> None:
         values = [row.params[name] for row in rows]
         if not all(map(is_number, values)):
             values = [make_label(str(value)) for value in values]
-        _plot_scores(next(axes), report, rows, values, make_label(name))
-    rows = sorted(report.rows, key=lambda row: row.number or 0)
-    numbers = [row.number for row in rows]
-    choose = max if report.objectives[0].maximize else min
-    best = list(itertools.accumulate((row.scores[0] for row in rows), choose))
-    axis = next(axes)
-    _plot_scores(axis, report, rows, numbers, "trial (line: best so far)")
-    axis.step(numbers, best, where="post", color=COLOURS[1])
+        _scatter(next(axes), report, values, rows, make_label(name))
+    _plot_best(next(axes), report)
     if len(report.objectives) > 1:
         _plot_front(next(axes), report)
     for axis in axes:
@@ -272,8 +275,8 @@ def plot_sweep(report: SweepReport, path: str | Path) -> None:
     save_figure(figure, path)
 
 
-def _plot_scores(
-    axis: Any, report: SweepReport, rows: Iterable[Row], values: Sequence[Any], label: str
+def _scatter(
+    axis: Any, report: SweepReport, values: Sequence[Any], rows: Iterable[Row], label: str
 ) -> None:
     axis.scatter(values, [row.scores[0] for row in rows], color=COLOURS[0], s=18)
     if report.average is not None:
@@ -282,14 +285,25 @@ def _plot_scores(
     axis.grid(alpha=0.3)
 
 
+def _plot_best(axis: Any, report: SweepReport) -> None:
+    rows = sorted(report.rows, key=lambda row: row.number or 0)
+    numbers = [row.number for row in rows]
+    choose = max if report.objectives[0].maximize else min
+    best = list(itertools.accumulate((row.scores[0] for row in rows), choose))
+    _scatter(axis, report, numbers, rows, "trial (line: best so far)")
+    axis.step(numbers, best, where="post", color=COLOURS[1])
+
+
 def _plot_front(axis: Any, report: SweepReport) -> None:
     front = sorted(report.front, key=lambda row: row.mean(0))
-    for rows, style in (
-        (report.rows, {"color": COLOURS[0], "marker": ".", "linestyle": ""}),
-        (front, {"color": COLOURS[1], "marker": "o", "markersize": 4}),
-        (report.averages, {"color": "black", "marker": "x", "linestyle": ""}),
-    ):
-        axis.plot([row.mean(0) for row in rows], [row.mean(1) for row in rows], **style)
+    means = [(row.mean(0), row.mean(1)) for row in front]
+    axis.scatter(*_first_two(report.rows), color=COLOURS[0], s=18)
+    axis.plot(*zip(*means, strict=True), color=COLOURS[1], marker="o", markersize=4)
+    axis.scatter(*_first_two(report.averages), color="black", marker="x")
     first, second = (make_label(objective.name) for objective in report.objectives[:2])
     axis.set(xlabel=first, ylabel=second, title="Pareto front; x: plain averages")
     axis.grid(alpha=0.3)
+
+
+def _first_two(rows: Iterable[Row]) -> tuple[list[float], list[float]]:
+    return [row.scores[0] for row in rows], [row.scores[1] for row in rows]

@@ -7,11 +7,11 @@ import json
 import math
 import warnings
 from collections import ChainMap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from decimal import Decimal
 from itertools import product
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 from darelib.config import (
     CHECKS,
@@ -27,85 +27,112 @@ from darelib.config import (
 )
 from darelib.core.drops import DROP_SETTINGS, DROPS, EXPECTATION, RANDOM
 from darelib.core.methods import LINEAR, METHOD_SETTINGS, METHODS
-from darelib.core.text import ConfigError, DareError, install_hint, nearest
+from darelib.core.text import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from optuna.distributions import FloatDistribution
     from optuna.trial import BaseTrial
 
-EXAMPLE: Final = "like lambda_coeff = {low = 0.3, high = 2, step = 0.1}, or drop_rate = [0, 0.5]"
-RANGE_KEYS: Final = ("low", "high", "step", "log")
+EXAMPLE: Final = "like lambda_coeff = {low = 0.3, high = 2}, or drop_rate = [0, 0.5]"
 MAX_GRID: Final = 10_000  # combinations
+MAX_STEPS: Final = 100_000  # of a range, whose points are listed
+# What the keys of a range must be, in words, and the test for it.
+RANGE_KEYS: Final[dict[str, tuple[str, Callable[[object], bool]]]] = {
+    **dict.fromkeys(("low", "high", "step"), ("a number", is_number)),
+    "log": ("true or false", lambda value: isinstance(value, bool)),
+}
 # What may mean nothing beside other settings, and is then not set.
 CONDITIONAL: Final = ("keep_ratio", "rescale_q", *METHOD_SETTINGS, *DROP_SETTINGS)
 OF_DROPS: Final = ("drop", "rescale", "rescale_q", *DROP_SETTINGS)  # where nothing is dropped: none
 Settings = Mapping[str, Any]  # by name
-# What one value may be: one of some values, or a number in a range.
-Axis: TypeAlias = "tuple[Any, ...] | FloatDistribution"
-Axes: TypeAlias = "dict[str, Axis | list[Axis]]"  # by setting; a list: one for each model
 
 
-def load_optuna() -> Any:
-    try:
-        import optuna
-    except ImportError:
-        raise DareError("a sweep needs Optuna", install_hint("sweep")) from None
-    return optuna
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """What one value may be: one of some values or, if there are none, a number in a range."""
 
+    values: tuple[Any, ...] = ()
+    low: float = 0.0
+    high: float = 0.0
+    step: float | None = None
+    log: bool = False
 
-def parse_axis(given: Any, setting: str, where: str) -> Axis:
-    if not is_range(given):
+    @classmethod
+    def of(cls, given: Any, setting: str, where: str) -> Axis:
+        if is_range(given):
+            return cls._of_range(given, setting, where)
         values = tuple(given) if isinstance(given, list | tuple) else (given,)
         if not values:
             raise ConfigError(f"{where} has no values to choose from", EXAMPLE)
         for value in values:
             check_setting(setting, value, where)
-        return values
-    unknown = next((key for key in given if key not in RANGE_KEYS), None)
-    if unknown:
-        raise ConfigError(f"{where} has no key {unknown!r}", nearest(unknown, RANGE_KEYS))
-    try:
+        return cls(values)
+
+    @classmethod
+    def _of_range(cls, table: Settings, setting: str, where: str) -> Axis:
+        for key, value in table.items():
+            if key not in RANGE_KEYS:
+                raise ConfigError(f"{where} has no key {key!r}", nearest(key, RANGE_KEYS))
+            wanted, accepts = RANGE_KEYS[key]
+            if not accepts(value):
+                raise ConfigError(f"{where}: {key} must be {wanted}", EXAMPLE)
+        if not {"low", "high"} <= table.keys():
+            raise ConfigError(f"{where} must have low and high", EXAMPLE)
+        axis = cls(**table)
+        for end in (axis.low, axis.high):
+            check_setting(setting, [end] if setting == "weights" else end, where)
+        if not axis.low < axis.high:
+            raise ConfigError(
+                f"{where}: the range from {axis.low:g} to {axis.high:g} is empty", EXAMPLE
+            )
+        is_wrong_step = axis.step is not None and axis.step <= 0
+        if is_wrong_step or (axis.log and (axis.step or axis.low <= 0)):
+            raise ConfigError(
+                f"{where}: step must be above 0, and log = true needs a low above 0 and no step",
+                "leave one out",
+            )
+        if axis.step and (axis.high - axis.low) / axis.step > MAX_STEPS:
+            raise ConfigError(
+                f"{where}: a range of more than {MAX_STEPS:,} steps of {axis.step:g}",
+                "leave the step out, and any number in the range may be chosen",
+            )
+        return axis
+
+    @property
+    def points(self) -> list[Any]:
+        """All that may be chosen, as a study stores it; nothing for a range without a step."""
+        if self.values:
+            return [
+                value if isinstance(value, str | int | float) else json.dumps(value)
+                for value in self.values
+            ]
+        if self.step is None:
+            return []
+        # In decimals, as Optuna counts: 0.1 + 3 * 0.15 is 0.55.
+        low, high, step = (Decimal(str(number)) for number in (self.low, self.high, self.step))
+        return [float(low + k * step) for k in range(int((high - low) / step) + 1)]
+
+    def suggest(self, trial: BaseTrial, name: str, least: float) -> Any:
+        """What a trial chooses; of a range, nothing below the least."""
+        points = self.points
+        if self.values:
+            return self.values[points.index(trial.suggest_categorical(name, points))]
+        within = [point for point in points if point >= least - 1e-9] or points[-1:]
+        ends = within or [min(max(self.low, least), self.high), self.high]
         with warnings.catch_warnings():
-            # Of a range that is no whole number of steps, which ends before.
+            # Of steps that divide a range but for rounding, and of a grid's points below the least.
             warnings.simplefilter("ignore", UserWarning)
-            axis: FloatDistribution = load_optuna().distributions.FloatDistribution(**given)
-    except (TypeError, ValueError, ArithmeticError) as error:
-        raise ConfigError(f"{where} is no range: {error}", EXAMPLE) from None
-    for end in (axis.low, axis.high):
-        check_setting(setting, [end] if setting == "weights" else end, where)
-    return axis
+            chosen = trial.suggest_float(name, ends[0], ends[-1], step=self.step, log=self.log)
+        # Optuna adds steps up: 0.8999999999999999 is 0.9.
+        return min(points, key=lambda point: abs(point - chosen)) if points else chosen
 
 
-def list_points(axis: Axis) -> list[Any]:
-    """What may be chosen, as a study stores it; nothing for a range without a step."""
-    if isinstance(axis, tuple):
-        return [each if isinstance(each, str | int | float) else json.dumps(each) for each in axis]
-    if axis.step is None:
-        return []
-    count = round((axis.high - axis.low) / axis.step) + 1
-    return [find_step(axis, k) for k in range(min(count, MAX_GRID + 1))]
-
-
-def find_step(axis: FloatDistribution, number: int) -> float:
-    """In decimals: 0.1 + 3 * 0.15 is 0.55."""
-    return float(Decimal(str(axis.low)) + number * Decimal(str(axis.step)))
-
-
-def suggest(axis: Axis, trial: BaseTrial, name: str) -> Any:
-    if isinstance(axis, tuple):
-        points = list_points(axis)
-        return axis[points.index(trial.suggest_categorical(name, points))]
-    chosen = trial.suggest_float(name, axis.low, axis.high, step=axis.step, log=axis.log)
-    if axis.step is None:
-        return chosen
-    return find_step(axis, round((chosen - axis.low) / axis.step))
+Axes = dict[str, Axis | tuple[Axis, ...]]  # by setting; several: one for each model
 
 
 class Space:
     """The settings that a search chooses, on top of a configuration."""
 
     def __init__(self, table: Settings, config: DareConfig, count: int) -> None:
-        self.optuna = load_optuna()
         self.config = config
         self.count = count
         self.fixed = {name: getattr(config, name) for name in SWEEP_SETTINGS}
@@ -123,9 +150,26 @@ class Space:
         self.rules = [
             self._parse_rule(rule, f"[sweep] rule {number}") for number, rule in enumerate(rules, 1)
         ]
+        for method in self._list_values("method"):
+            self._fit({"method": method}, []).check_models(count)
+        names = ("method", "drop", "drop_rate")
+        choices = [
+            self.fixed | dict(zip(names, values, strict=True))
+            for values in product(*map(self._list_values, names))
+        ]
+        for name in self.axes:
+            if not any(self._matters(name, settings) for settings in choices):
+                raise ConfigError(
+                    f"[sweep] {name} means nothing beside the other settings", "leave it out"
+                )
 
     def _parse_table(self, table: Settings, known: tuple[str, ...], where: str) -> Axes:
         for name in table:
+            if name == "seed":
+                raise ConfigError(
+                    f"{where} seed: masks are noise, not a setting to choose",
+                    "--confirm draws several",
+                )
             if name not in known:
                 raise ConfigError(f"{where} has no key {name!r}", nearest(name, known))
         # In the order of CHECKS, where what others depend on comes first.
@@ -135,17 +179,17 @@ class Space:
             if name in table
         }
 
-    def _parse_axis(self, name: str, given: Any, where: str) -> Axis | list[Axis]:
+    def _parse_axis(self, name: str, given: Any, where: str) -> Axis | tuple[Axis, ...]:
         if name == "weights" and is_range(given):
             given = [given] * self.count
         are_ranges = isinstance(given, list) and given and all(map(is_range, given))
         if not are_ranges or name not in PER_MODEL:
-            return parse_axis(given, name, where)
+            return Axis.of(given, name, where)
         if len(given) != self.count:
             raise ConfigError(
                 f"{where} has {len(given)} ranges for {self.count} models", "give one for each"
             )
-        return [parse_axis(each, name, where) for each in given]
+        return tuple(Axis.of(each, name, where) for each in given)
 
     def _parse_rule(self, rule: Settings, where: str) -> tuple[Any, Axes]:
         axes = dict(rule)
@@ -154,6 +198,13 @@ class Space:
         if not axes:
             raise ConfigError(f"{where} sets nothing", EXAMPLE)
         return match, self._parse_table(axes, RULE_SETTINGS, where)
+
+    def _list_values(self, name: str) -> list[Any]:
+        """What a setting may be; of a range, its end."""
+        axis = self.axes.get(name, Axis((self.fixed[name],)))
+        if isinstance(axis, tuple):
+            return [[each.high for each in axis]]
+        return list(axis.values or [axis.high])
 
     def choose(self, trial: BaseTrial) -> DareConfig:
         """The configuration of a trial, which chooses only what means something beside the rest."""
@@ -175,9 +226,12 @@ class Space:
         for name, axis in axes.items():
             if not self._matters(name, settings):
                 continue
+            # Dividing by less than what is kept would more than undo the dropping.
+            kept = 1 - min(list_numbers(settings["drop_rate"]))
+            least = kept if name == "rescale_q" else -math.inf
             named = name_axes(prefix + name, axis).items()
-            values = [suggest(each, trial, label) for label, each in named]
-            chosen[name] = values if isinstance(axis, list) else values[0]
+            values = [each.suggest(trial, label, least) for label, each in named]
+            chosen[name] = values if isinstance(axis, tuple) else values[0]
         return chosen
 
     def _matters(self, name: str, settings: Settings) -> bool:
@@ -207,29 +261,38 @@ class Space:
             settings["drop"] = RANDOM
         unused = [name for name in CONDITIONAL if not self._matters(name, settings)]
         settings |= dict.fromkeys(unused)
-        rules = [*rules, *self.config.typed_rules]
-        return dataclasses.replace(self.config, **settings, rules=rules)
+        kept = []
+        for rule in self.config.typed_rules:
+            table = rule.as_table()
+            own = {name: table[name] for name in table if name not in ("match", *unused)}
+            # Without any setting of its own, a rule would let later ones match.
+            kept.append(Rule(rule.match, **(own or {"lambda_coeff": settings["lambda_coeff"]})))
+        return dataclasses.replace(self.config, **settings, rules=[*rules, *kept])
 
     def list_combinations(self) -> list[dict[str, Any]]:
         """What all trials of a grid choose, each once: what means nothing is not chosen."""
-        points = {label: list_points(axis) for label, axis in self.list_axes()}
-        endless = next((label for label, values in points.items() if not values), None)
-        if endless:
+        from optuna.trial import FixedTrial
+
+        points = {label: axis.points for label, axis in self._list_axes()}
+        if endless := next((label for label, values in points.items() if not values), None):
             raise ConfigError(
                 f"a grid needs values for {endless}, not a range",
                 "give a list, or the range a step",
             )
-        size = math.prod(map(len, points.values()))
-        if size > MAX_GRID:
+        if (size := math.prod(map(len, points.values()))) > MAX_GRID:
             raise ConfigError(
                 f"a grid of {size:,} combinations is too large", f"at most {MAX_GRID:,}; or use tpe"
             )
         found: dict[frozenset[Any], dict[str, Any]] = {}
         for combination in product(*points.values()):
-            trial = self.optuna.trial.FixedTrial(dict(zip(points, combination, strict=True)))
+            trial = FixedTrial(dict(zip(points, combination, strict=True)))
             with suppress(ConfigError):
                 self.choose(trial)
                 found[identify(trial.params)] = trial.params
+        if not found:
+            raise ConfigError(
+                "no combination of the grid can be merged", "see --help for what goes together"
+            )
         return list(found.values())
 
     def plain_average(self, scale: float) -> DareConfig:
@@ -242,7 +305,10 @@ class Space:
         ]
         return dataclasses.replace(self.config, **plain, rules=rules)
 
-    def list_axes(self) -> Iterator[tuple[str, Axis]]:
+    def count_ranges(self) -> int:
+        return sum(not axis.values for _, axis in self._list_axes())
+
+    def _list_axes(self) -> Iterator[tuple[str, Axis]]:
         """All axes, by the names that a study has for what is chosen."""
         tables = {"": self.axes} | {f"rules.{k}.": axes for k, (_, axes) in enumerate(self.rules)}
         for prefix, axes in tables.items():
@@ -251,10 +317,10 @@ class Space:
 
     def list_lambdas(self) -> list[float]:
         """Values of lambda all over what is searched, for what the best is to be compared with."""
-        axis = self.axes.get("lambda_coeff", (self.config.lambda_coeff,))
-        if isinstance(axis, tuple | list):  # of which some may change over the layers
-            return [float(value) for value in axis if is_number(value)] or [1.0]
-        return [axis.low + k / 4 * (axis.high - axis.low) for k in range(5)]
+        axis = self.axes.get("lambda_coeff")
+        if isinstance(axis, Axis) and not axis.values:
+            return [axis.low + k / 4 * (axis.high - axis.low) for k in range(5)]
+        return [*map(float, filter(is_number, self._list_values("lambda_coeff")))] or [1.0]
 
 
 def equal_lambda(config: DareConfig, count: int) -> float:
@@ -278,11 +344,11 @@ def identify(params: Settings) -> frozenset[Any]:
     return frozenset(params.items())
 
 
-def name_axes(name: str, axis: Axis | list[Axis]) -> dict[str, Axis]:
+def name_axes(name: str, axis: Axis | tuple[Axis, ...]) -> dict[str, Axis]:
     """A setting's axis, or those of all models, by the names that a study has for them."""
-    if isinstance(axis, list):
-        return {f"{name}.{i}": each for i, each in enumerate(axis)}
-    return {name: axis}
+    if isinstance(axis, Axis):
+        return {name: axis}
+    return {f"{name}.{i}": each for i, each in enumerate(axis)}
 
 
 def list_numbers(value: Any) -> list[Any]:

@@ -6,22 +6,22 @@ import copy
 import dataclasses
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from darelib.commands.options import Merger, MergerClass
-from darelib.commands.sweep.evaluation import Evaluate, find_evaluation, is_command
+from darelib.commands.options import Merger
+from darelib.commands.sweep.evaluation import Evaluate, ShellCommand, find_evaluation
 from darelib.commands.sweep.report import SweepReport
-from darelib.commands.sweep.search import Options, Score, run_search
+from darelib.commands.sweep.search import Options, Score, Search
 from darelib.commands.sweep.space import Space
 from darelib.config import DareConfig
 from darelib.core.text import ConfigError, DareError, install_hint, printable
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.inputs import check_unchanged
 from darelib.models.source import download
-from darelib.output.scratch import open_scratch
+from darelib.output.scratch import make_scratch
 from darelib.requests.configfile import format_settings, pin_tokenizer, write_config
 from darelib.requests.request import Request
 from darelib.run import load_memory
@@ -37,6 +37,12 @@ def find_places(flags: Mapping[str, Any]) -> tuple[str, Path, bool, Path]:
     beside = config.parent if "config" in flags else Path()
     winner = flags.get("write_config", beside / f"{config.stem}_best.toml")
     storage = flags.get("storage", f"sqlite:///{(beside / f'{config.stem}_sweep.db').as_posix()}")
+    used = {"configuration": config, "study": Path(storage.removeprefix("sqlite:///"))}
+    for name, other in used.items():
+        if winner.resolve() == other.resolve():
+            raise ConfigError(
+                f"--write-config {str(winner)!r} is the {name} itself", "choose another name"
+            )
     may_replace = "force" in flags
     with suppress(OSError), winner.open("rb") as file:  # the next search may replace what was found
         may_replace |= file.read(len(MARK)) == MARK.encode()
@@ -68,39 +74,49 @@ def sweep_models(
     options: Mapping[str, Any],
 ) -> SweepReport:
     """What DareMerger.sweep does."""
-    score, label = find_evaluation(evaluate, timeout)
-    how = Options(**options)
+    score, name = find_evaluation(evaluate, timeout)
+    how = Options.of(**options)
     quiet = dataclasses.replace(merger.config, verbose=False)
     choices = Space(space, quiet, len(merger.models))
     merger = pin_sources(merger)
-    with merger.open_inputs() as inputs, ExitStack() as stack:
+    with merger.open_inputs() as inputs:
         template = merger.chat_template and merger.chat_template.name
         facts = [merger.tokenizer.name, template, *(each.fingerprint for each in inputs)]
-        if model is not None or in_memory:
-            if keep_models or is_command(evaluate):
-                raise ConfigError(
-                    "in memory there are no models to keep, or to give to a command",
-                    "give a function, or leave out --in-memory",
-                )
-            base, *finetuned = load_states(inputs, model)
-            return search_in_memory(base, finetuned, score, choices, how, model, label, facts)
-        if not keep_models:
-            folder = stack.enter_context(open_scratch(folder / ".sweep-"))
-        in_files = merge_in_files(merger, inputs, quiet, score, folder, keep_models)
-        return run_search(choices, in_files, how, label, facts)
+        if model is None and not in_memory:
+            with prepare_folder(folder, keep_models) as place:
+                in_files = merge_in_files(merger, inputs, quiet, score, place, keep_models)
+                return Search(choices, in_files, how, name, facts).run()
+        if keep_models:
+            raise ConfigError("in memory there are no models to keep", "leave one of the two out")
+        base, *finetuned = load_states(inputs, model)
+        return search_in_memory(base, finetuned, score, choices, how, model, name, facts)
 
 
 def pin_sources(merger: Merger) -> Merger:
     """The same with models of the Hub by their commits: a branch may move during a search."""
-    template = merger.chat_template
-    merger_class: MergerClass = type(merger)
-    return merger_class(
-        download(merger.base),
-        list(map(download, merger.models)),
-        merger.config,
-        tokenizer=pin_tokenizer(merger.tokenizer),
-        chat_template=template and pin_tokenizer(template),
-    )
+    pinned = copy.copy(merger)
+    pinned.base = download(merger.base)
+    pinned.models = tuple(map(download, merger.models))
+    pinned.tokenizer = pin_tokenizer(merger.tokenizer)
+    pinned.chat_template = merger.chat_template and pin_tokenizer(merger.chat_template)
+    return pinned
+
+
+@contextmanager
+def prepare_folder(folder: Path, keep: bool) -> Iterator[Path]:
+    """Where models are written: there, to be kept, or in a folder of its own that goes away."""
+    with ExitStack() as opened:
+        try:
+            if keep:
+                folder.mkdir(parents=True, exist_ok=True)
+            else:
+                folder = opened.enter_context(make_scratch(folder / ".sweep-"))
+        except OSError as error:
+            raise DareError(
+                f"cannot write models in {str(folder)!r}: {error.strerror}",
+                "give --keep-models DIR",
+            ) from None
+        yield folder
 
 
 def merge_in_files(
@@ -148,13 +164,15 @@ def sweep_states(
     options: Mapping[str, Any],
 ) -> SweepReport:
     """What dare_sweep does."""
-    score, label = find_evaluation(evaluate, None)
-    how = Options(**options)
+    score, name = find_evaluation(evaluate, None)
+    how = Options.of(**options)
+    if not finetuned:
+        raise ConfigError("there are no models to merge", "give at least one state dict")
     config.check_models(len(finetuned))
     choices = Space(space, config, len(finetuned))
     states = (base, *finetuned) if how.storage else ()  # nothing else outlives this search
     facts = [{key: float(each.double().sum()) for key, each in state.items()} for state in states]
-    return search_in_memory(base, finetuned, score, choices, how, model, label, facts)
+    return search_in_memory(base, finetuned, score, choices, how, model, name, facts)
 
 
 def search_in_memory(
@@ -170,50 +188,65 @@ def search_in_memory(
     """State dicts are merged, into a live model's tensors if there is one; nothing is written. The
     live model holds the winner in the end, or else the base.
     """
+    if isinstance(evaluate, ShellCommand):
+        raise ConfigError(
+            "a command needs models in files", "give a function, or leave out --in-memory"
+        )
     memory = load_memory()
     solutions = memory.Solutions()
     out = None if model is None else model.state_dict()
     own_base, *own = separate([base, *finetuned], out or {})
     nothing = DareConfig(lambda_coeff=0.0, dtype=space.config.dtype)  # which gives the base
 
-    def make(config: DareConfig) -> Any:
-        """What is scored: a merged state dict, or the live model."""
-        merged = memory.merge_tensors(own_base, own, config, out, solutions=solutions)
+    def make(config: DareConfig | None) -> Any:
+        """What is scored: a merged state dict, or the live model. None: the base."""
+        merged = memory.merge_tensors(own_base, own, config or nothing, out, solutions=solutions)
         return merged if model is None else model
 
     def score(config: DareConfig | None, trial: Any, _: str) -> Any:
-        return evaluate(make(config or nothing), trial)
+        return evaluate(make(config), trial)
 
-    left = nothing
-    try:
-        report = run_search(space, score, how, label, facts)
-        left = report.winner.config
-        return report
-    finally:
+    def leave(config: DareConfig | None) -> None:
         if model is not None:
-            make(left)
+            make(config)
+
+    try:
+        report = Search(space, score, how, label, facts).run()
+    except BaseException:
+        with suppress(DareError):  # which is what is raised already
+            leave(None)
+        raise
+    leave(report.winner.config)
+    return report
 
 
 def separate(
     states: Sequence[Mapping[str, Any]], written: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """State dicts as they can be merged into tensors again and again: with copies of what is
-    written, which would be an input of the next merge, and with a tied head once.
-    """
+    """State dicts, the base first, as they can be merged into tensors again and again."""
     owners: dict[int, str] = {}  # by address, the first name of each tensor that is written
+    tied = set()  # the other names: a tied head is merged once
     for name, tensor in written.items():
-        if tensor.numel():
-            owners.setdefault(tensor.data_ptr(), name)
-    firsts = {*owners.values()}
-    tied = {name for name, tensor in written.items() if tensor.numel() and name not in firsts}
-    return [
-        {
-            name: tensor.clone() if tensor.data_ptr() in owners else tensor
-            for name, tensor in state.items()
-            if name not in tied
-        }
-        for state in states
-    ]
+        if tensor.numel() and owners.setdefault(tensor.data_ptr(), name) != name:
+            tied.add(name)
+    base, *finetuned = (
+        {name: tensor for name, tensor in state.items() if name not in tied} for state in states
+    )
+    for k, state in enumerate(states[1:]):
+        if any(tensor.data_ptr() in owners for tensor in state.values()):
+            raise DareError(
+                f"model {k} and the live model share their memory", "give copies of its tensors"
+            )
+    # What is merged into the base's own tensors would be the base of the next merge.
+    for name, tensor in base.items():
+        base[name] = tensor.clone() if tensor.data_ptr() in owners else tensor
+    return [base, *finetuned]
+
+
+def is_as_stored(model: Checkpoint) -> bool:
+    """Whether a model is what its files hold, by the names that its tensors have there."""
+    names = {name for file in model.files for name in file.tensors}
+    return type(model) is Checkpoint and model.tensors.keys() <= names
 
 
 def load_states(inputs: Sequence[Checkpoint], model: Any) -> list[dict[str, Any]]:
@@ -225,13 +258,11 @@ def load_states(inputs: Sequence[Checkpoint], model: Any) -> list[dict[str, Any]
             "models in memory need torch and safetensors", install_hint("torch")
         ) from None
     device = "cpu" if model is None else str(next(iter(model.state_dict().values())).device)
-    for each in inputs:
-        stored = {name for file in each.files for name in file.tensors}
-        if type(each) is not Checkpoint or not each.tensors.keys() <= stored:
-            raise DareError(
-                f"{each.name!r} is no whole model of plain weights, as is needed in memory",
-                "search in files, or merge it alone first",
-            )
+    if odd := next((each for each in inputs if not is_as_stored(each)), None):
+        raise DareError(
+            f"{odd.name!r} is no whole model of plain weights, as is needed in memory",
+            "search in files, or merge it alone first",
+        )
     return [
         {
             name: tensor

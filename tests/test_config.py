@@ -299,7 +299,7 @@ def test_a_wrong_configuration_is_named(
         ("-b '' -m m.safetensors", "empty", "shell"),
         ("--drop-rate 1", "--drop-rate", "--help"),
         ("--drop-rate 90", "--drop-rate", "90% are 0.9"),
-        ("--drop-rate much", "'much'", "--help"),
+        ("--drop-rate much", "'much'", "only numbers"),
         ("--drop-rte 0.5", "'--drop-rte'", "--drop-rate?"),
         ("--density 0.1", "'--density'", "drop_rate = 1 - density"),
         ("--drops 0.5", "'--drops'", "did you mean --"),

@@ -618,7 +618,7 @@ NO_PAIR = ({B: None}, {A: None}, {f"{PREFIX}.lora_embedding_A": torch.ones(2, 61
             for part in NO_PART
         ),
         ({f"{PREFIX}.lora_magnitude_vector": torch.ones(37)}, ["not of rank 2"]),
-        *((change, [f"no pair of matrices A and B for '{PREFIX}'"]) for change in NO_PAIR),
+        *((change, ["no pair of matrices A and B for 'layer'"]) for change in NO_PAIR),
         (
             {f"{PREFIX}.lora_A.other.weight": torch.ones(2, 61)},
             ["several adapters", f"'{PREFIX}.lora_A.", "each"],

@@ -166,7 +166,7 @@ def test_what_was_compared_is_printed_and_reported_to_scripts(
     assert (report.tensors, report.bytes_compared) == (4, len(scene.new[""]))
     for models, output, words in (
         (["math"], scene.output, "header of 'out.safetensors' differs|bytes long"),
-        (["math", "code"], tmp_path / "nowhere.safetensors", "No such file"),
+        (["math", "code"], tmp_path / "nowhere.safetensors", "is not there"),
     ):
         with pytest.raises(DareError, match=words):
             DareMerger("base", models).verify(output)

@@ -299,7 +299,7 @@ def differs(name: str, *tensors: tuple[Checkpoint, TensorInfo]) -> bool:
     for start in range(0, base.count, step):
         size = min(step, base.count - start)
         mine, theirs = (model.sample(name, own, start, size) for model, own in tensors)
-        if not np.array_equal(mine, theirs):
+        if not np.array_equal(mine, theirs, equal_nan=True):
             return True
     return False
 

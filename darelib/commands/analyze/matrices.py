@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from darelib.core.formats import FORMATS, widen
 from darelib.core.interrupts import Interrupts
 from darelib.core.matrices import Matrices, find_matrices
 from darelib.kernels.lowrank import MORE_COLUMNS, SEED, orthonormalise, reduce_product
@@ -41,7 +42,7 @@ class Change(NamedTuple):
     base_info: TensorInfo
     matrices: Matrices
 
-    def read(self, row: int, count: int = 1) -> Array:
+    def read(self, row: int, count: int) -> Array:
         start = row * self.matrices.columns
         size = count * self.matrices.columns
         rows = self.model.sample("", self.info, start, size)
@@ -62,7 +63,17 @@ class Change(NamedTuple):
         if factors := self.model.read_factors(self.info):
             left, right = factors
             return left[chosen] @ right
-        return np.vstack([self.read(row) for row in chosen.tolist()]).astype(np.float64)
+        rows = read_rows(self.model, self.info, chosen, self.matrices.columns)
+        if self.info.is_delta:
+            return rows
+        return rows - read_rows(self.base, self.base_info, chosen, self.matrices.columns)
+
+
+def read_rows(model: Input, info: TensorInfo, chosen: Array, columns: int) -> Array:
+    raw = np.empty((len(chosen), columns * FORMATS[info.dtype].itemsize), np.uint8)
+    for row, part in zip(chosen.tolist(), raw, strict=True):
+        model.read(info, row * columns, columns, part)
+    return widen(raw.reshape(-1), info.dtype).reshape(-1, columns).astype(np.float64)
 
 
 def list_changes(

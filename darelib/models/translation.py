@@ -224,11 +224,17 @@ def match_names(tensors: Tensors, base: Tensors, source: Source) -> dict[str, Te
     if not is_bare(homes):
         return _match(homes, tensors, base)
     found = {home.map.component: _match([home], tensors, base) for home in homes}
-    choices = {component: named for component, named in found.items() if named}
+    named = {component: own for component, own in found.items() if own}
+    fitting = {component: own for component, own in named.items() if fits_all(own, base)}
+    choices = fitting or named
     if not choices:
         return {}
-    is_clear = len({frozenset(named) for named in choices.values()}) == 1
+    is_clear = len({frozenset(own) for own in choices.values()}) == 1
     return choices[next(iter(choices)) if is_clear else tell_apart(choices, source)]
+
+
+def fits_all(named: Tensors, base: Tensors) -> bool:
+    return all(info.shape == base[name].shape for name, info in named.items())
 
 
 def _match(homes: Iterable[Home], tensors: Tensors, base: Tensors) -> Named:

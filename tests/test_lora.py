@@ -623,6 +623,8 @@ NO_PAIR = ({B: None}, {A: None}, {f"{PREFIX}.lora_embedding_A": torch.ones(2, 61
             {f"{PREFIX}.lora_A.other.weight": torch.ones(2, 61)},
             ["several adapters", f"'{PREFIX}.lora_A.", "each"],
         ),
+        (low_rank("layer", (37, 61)) | {"layer.lora_A.weight": torch.ones(2, 61)}, ["several"]),
+        ({"layer.alpha": torch.ones(())}, ["not a plain LoRA of PEFT's"]),
         ({A: torch.ones(2, 61, dtype=torch.int8)}, [f"'{A}'", "is I8"]),
         ({A: torch.ones(2, 0)}, ["[2, 0] and [37, 2] of", "no pair"]),
         ({A: torch.ones(())}, ["[] and [37, 2] of", "no pair"]),

@@ -241,6 +241,16 @@ def test_a_part_takes_an_empty_folder_but_not_one_in_which_a_merge_begins(
     assert run("--part", "1/3") == 0
 
 
+def test_a_part_does_not_go_on_with_what_no_journal_speaks_of(
+    tmp_path: Path, whole: Contents, run: Run, refused: Refusal
+) -> None:
+    """As a merge leaves the model that it replaced, if it is killed at that moment."""
+    assert run("--part", "1/3") == 0
+    for journal in (tmp_path / "out.partial").glob("journal*"):
+        journal.unlink()
+    refused(1, "cannot be continued", *arguments(tmp_path, "--part", "2/3"))
+
+
 def test_a_part_whose_last_bytes_do_not_reach_the_disk_fails(
     tmp_path: Path,
     whole: Contents,

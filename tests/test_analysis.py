@@ -50,6 +50,7 @@ from tests.support import (
     random_model,
     run,
     save,
+    save_sharded,
     slow,
     snapshot,
     tune,
@@ -629,12 +630,14 @@ def test_an_analysis_writes_over_no_input(
     pair: Pair, models: Models, tmp_path: Path, refused: Refusal
 ) -> None:
     (tmp_path / "link.toml").symlink_to(models[1])
+    parts = save_sharded(tmp_path / "parts", random_model(), [["layer.weight"], ["scalar"]])
     flags = ["analyze", "-q", "-m", models[1], "--engine", "plain", "--force", "--write-config"]
     for base, name, status in (
         (models[0], "base.safetensors", 2),
         (models[0], "math.safetensors", 2),
         (models[0], "link.toml", 2),
         (pair[0], "base/a.toml", 2),
+        (parts / "model.safetensors.index.json", "parts/model-00001-of-00002.safetensors", 2),
         (models[0], "nowhere/a.toml", 2),
     ):
         refused(status, str(tmp_path / name), *flags, tmp_path / name, "-b", base)

@@ -217,38 +217,27 @@ class Worker(JobWorker):
         settings = tensor.settings
         buffers.clear()
         for row, (i, info) in enumerate(tensor.finetuned):
+            record = buffers.models[row]
             thinning = settings.thinnings[i]
             bounds = found.bounds[row]
-            key_0, key_1 = mask_key(self.plan.seeds[i], tensor.mask_names[row])
-            known = {
-                "key_0": key_0,
-                "key_1": key_1,
-                "limit": thinning.threshold - 1,
-                "bounded": bounds is not None,
-                "ranked": thinning.scheme.thresholds is not None,
-                "divided": thinning.divides_each,
-                "number": i,
-                "is_delta": info.is_delta,
-                "scale": found.scales[row],
-                "weight": found.weights[row],
-                "floor": found.floors[row],
-                "boost": found.boosts[row],
-            }
-            if bounds:
-                known |= bounds._asdict()
-            for name, value in known.items():
-                buffers.models[row][name] = value
+            record["key_0"], record["key_1"] = mask_key(self.plan.seeds[i], tensor.mask_names[row])
+            record["limit"] = thinning.threshold - 1
+            record["bounded"] = bounds is not None
+            for name, value in bounds._asdict().items() if bounds else ():
+                record[name] = value
+            record["ranked"] = thinning.scheme.thresholds is not None
+            record["divided"] = thinning.divides_each
+            record["number"] = i
+            record["is_delta"] = info.is_delta
+            for name in ("scale", "weight", "floor", "boost"):
+                record[name] = getattr(found, f"{name}s")[row]
+        whole = buffers.tensor[0]
+        whole["lambda_coeff"] = settings.lambda_coeff
+        for name in ("base_share", "first_share", "bound"):
+            whole[name] = getattr(found, name)
+        whole["threshold"] = self.plan.config.delta_threshold
         has_values = any(not info.is_delta for _, info in tensor.finetuned)
-        whole = {
-            "lambda_coeff": settings.lambda_coeff,
-            "base_share": found.base_share,
-            "first_share": found.first_share,
-            "bound": found.bound,
-            "threshold": self.plan.config.delta_threshold,
-            "exact": returns_model(settings) and has_values,
-        }
-        for name, value in whole.items():
-            buffers.tensor[0][name] = value
+        whole["exact"] = returns_model(settings) and has_values
 
     def _copy(self, job: Job, buffers: Buffers, write: Write) -> Outcome:
         tensor = job.tensor

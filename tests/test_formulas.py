@@ -81,7 +81,8 @@ def karcher(ends: Vectors, max_iter: int = 10, tol: float = 1e-5, **_: Any) -> V
     if not (lengths > tol).any():
         return 0 * ends[0]
     units = unit(ends[lengths > tol])
-    mean = unit(units.mean(0))
+    mean = units.mean(0)
+    mean = unit(units[0] if np.linalg.norm(mean) < tol else mean)  # they cancel out
     for _ in range(max_iter):
         cosines = units @ mean
         angles = np.arccos(np.clip(cosines, -1, 1))

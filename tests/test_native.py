@@ -160,7 +160,7 @@ def test_what_failed_once_is_not_tried_again_by_the_same_process(monkeypatch: Pa
             "place if place < np.uint32(BINS - 1) else np.uint32(BINS - 1)",
             "place",
         ),
-        ("pack", "cpu", "if start + picked[k] < count:", "if True:"),
+        ("pack", "cpu", "if place < count:", "if True:"),
         ("unpack", "parts", "while mask and done < np.uint64(len(entries)):", "while mask:"),
         ("unpack", "parts", "flags[j] = 0", "pass"),
         ("sum", "parts", "drops_some = model.ranked or limit", "drops_some = limit"),

@@ -384,6 +384,7 @@ class Files:
             os.fsync(descriptor)
 
     def _close(self) -> None:
+        self._stopped.set()  # else a process that was interrupted would wait for the background
         while self.descriptors:
             with suppress(OSError):
                 os.close(self.descriptors.pop())

@@ -38,7 +38,7 @@ def make_scratch(prefix: Path) -> Iterator[Path]:
 
 @contextmanager
 def open_scratch(prefix: Path) -> Iterator[Path]:
-    """The same for models that are made on the way: where it cannot be made, a user is told."""
+    """The same for models that are made on the way; an error says if it cannot be made."""
     with ExitStack() as stack:
         try:
             folder = stack.enter_context(make_scratch(prefix))

@@ -149,8 +149,14 @@ class Scene:
         assert contents(self.output) == self.old
 
     @property
+    def begun(self) -> Path:
+        """The folder of the unfinished merge."""
+        [folder] = [path for path in self.partial.iterdir() if path.is_dir()]
+        return folder
+
+    @property
     def journal(self) -> list[Any]:
-        return Journal(self.partial / "journal").done
+        return [entry for path in self.partial.glob("*/journal") for entry in Journal(path).done]
 
     def besides(self) -> list[str]:
         return sorted(path.name for path in self.output.parent.iterdir() if path != self.output)

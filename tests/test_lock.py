@@ -155,7 +155,7 @@ def test_what_an_unfinished_merge_left_is_never_written_through_a_link(
 ) -> None:
     scene = Scene(tmp_path, "file")
     scene.interrupt(3)
-    made = scene.partial / "output"
+    made = scene.begun / "output"
     made.symlink_to(made.rename(tmp_path / "elsewhere"))
     before = (tmp_path / "elsewhere").read_bytes()
     refuse = Mock(side_effect=PermissionError(1, "Operation not permitted"))

@@ -126,7 +126,7 @@ def test_parts_that_run_at_the_same_time_and_one_that_is_killed(
     )
     running = [launch(slowly, *arguments(tmp_path, "--part", f"{k}/3")) for k in (1, 2, 3, 3)]
     wait_for(
-        lambda: any(Journal(path).done for path in (tmp_path / "out.partial").glob("journal-*"))
+        lambda: any(Journal(path).done for path in (tmp_path / "out.partial").glob("*/journal-*"))
     )
     assert run("--resume") == 1  # while others are at work
     running[0].send_signal(signal.SIGKILL)
@@ -175,7 +175,7 @@ def test_a_part_that_is_interrupted_goes_on_from_there(
     with monkeypatch.context() as patch:
         patch.setattr(Part, "write_at", stopping)
         assert run("--part", "1/2", "--threads", "1") == 130
-    noted = sum(len(Journal(path).done) for path in (tmp_path / "out.partial").glob("journal-*"))
+    noted = sum(len(Journal(path).done) for path in (tmp_path / "out.partial").glob("*/journal-*"))
     assert noted == 5
     assert run("--part", "1/2") == run("--part", "2/2") == run("--resume") == 0
     assert contents(tmp_path / "out") == whole
@@ -246,7 +246,7 @@ def test_a_part_does_not_go_on_with_what_no_journal_speaks_of(
 ) -> None:
     """As a merge leaves the model that it replaced, if it is killed at that moment."""
     assert run("--part", "1/3") == 0
-    for journal in (tmp_path / "out.partial").glob("journal*"):
+    for journal in (tmp_path / "out.partial").glob("*/journal*"):
         journal.unlink()
     refused(1, "cannot be continued", *arguments(tmp_path, "--part", "2/3"))
 
@@ -273,7 +273,7 @@ def test_a_file_of_the_output_that_is_lost_or_torn_is_made_again(
     tmp_path: Path, whole: Contents, run: Run
 ) -> None:
     assert run("--part", "1/1") == 0
-    made = sorted((tmp_path / "out.partial" / "output").glob("*.safetensors"))
+    made = sorted((tmp_path / "out.partial").glob("*/output/*.safetensors"))
     made[0].unlink()
     made[5].write_bytes(b"torn")
     assert run("--resume") == 0

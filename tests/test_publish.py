@@ -164,7 +164,7 @@ def test_all_bytes_are_on_the_disk_before_the_output_gets_its_name_and_then_the_
         return real(path, flags, *mode)
 
     def name(*paths: Path, real: Callable[..., Any] = os.replace) -> None:
-        assert unsynced <= {str(scene.partial / "lock")}
+        assert unsynced <= {str(scene.partial), str(scene.partial / "lock")}
         events.clear()
         real(*paths)
 
@@ -374,7 +374,7 @@ def test_in_a_script_a_signal_is_kept_until_the_model_is_published(
         patch.setattr(
             publish,
             "replace",
-            lambda *paths: (os.replace(*paths), signal.raise_signal(signal.SIGINT)),
+            lambda made, name, _: (os.replace(made, name), signal.raise_signal(signal.SIGINT)),
         )
         with pytest.raises(KeyboardInterrupt):
             merger.merge(tmp_path / "out.safetensors")
@@ -586,8 +586,9 @@ def test_a_journal_damaged_anywhere_still_gives_the_right_bytes(tmp_path: Path) 
     scene = Scene(tmp_path, "file")
     scene.interrupt(7)
     begun = contents(scene.partial)
-    for journal in damage_journal(begun["journal"]):
-        put(scene.partial, begun | {"journal": journal})
+    name = f"{scene.begun.name}/journal"
+    for journal in damage_journal(begun[name]):
+        put(scene.partial, begun | {name: journal})
         scene.check("--resume")
         scene.reset()
 
@@ -600,7 +601,7 @@ def test_files_of_an_unfinished_merge_that_are_not_as_they_were_are_made_again(
 ) -> None:
     scene = Scene(tmp_path, "directory")
     scene.interrupt(9)
-    shard = min((scene.partial / MADE).glob("*.safetensors"))
+    shard = min((scene.begun / MADE).glob("*.safetensors"))
     if damage in ("shorter", "longer"):
         os.truncate(shard, shard.stat().st_size + (1 if damage == "longer" else -1))
     else:

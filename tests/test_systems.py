@@ -79,7 +79,7 @@ def test_an_old_model_that_a_crash_left_without_its_name_gets_it_back(
     scene = Scene(tmp_path, "directory")
     put(scene.partial, {"lock": f"{LOCK_WORDS} 1\n".encode()})
     scene.output.rename(scene.partial / "replaced")
-    put(scene.partial / MADE, scene.new)
+    put(scene.partial / "of the crash" / MADE, scene.new)
     monkeypatch.chdir(scene.inputs)
     scene.check("--force", *flags.split(), status=status)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import hashlib
 import itertools
 import json
 import os
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     from darelib.output.destination import Destination
     from darelib.plan.tensors import PlannedFile
 
-# In the folder beside the destination: the new model, the journal, and the lock.
+# In the folder beside the destination: the lock, and a folder of the merge's own with the new model
+# and what is noted of it.
 MADE: Final = "output"
 JOURNAL_FILE: Final = "journal"
 LOCK_FILE: Final = "lock"
@@ -38,6 +40,9 @@ LOCK_WORDS: Final = "dare is merging here: process"
 # writing zeros.
 RESERVED_BYTES: Final = 1 << 26
 ZEROS_PER_SECOND: Final = 8e9
+# How often what others add to, while it is removed, is removed again, and after how many seconds.
+REMOVALS: Final = 10
+REMOVAL_SECONDS: Final = 0.02
 # How systems say that a directory cannot be synced at all, or not even opened.
 NO_SYNC: Final = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 NO_OPEN: Final = (*NO_SYNC, errno.EACCES, errno.EISDIR)
@@ -113,17 +118,29 @@ class Lock:
         """What there is besides the lock, as an unfinished merge leaves it."""
         return [self.folder / name for name in os.listdir(self.folder) if name != LOCK_FILE]
 
+    def clear(self) -> list[Path]:
+        """Remove what there is besides the lock. Gives what could not be removed.
+
+        What another machine does for a merge that has ended may add to it meanwhile; once its
+        folder is gone, it cannot.
+        """
+        for number in range(REMOVALS):
+            time.sleep(REMOVAL_SECONDS if number else 0)
+            for path in self.leftovers():
+                remove(path)
+            if not self.leftovers():
+                break
+        return self.leftovers()
+
     def release(self, keep: bool) -> None:
         """Unlock, and remove the folder unless it has something to keep.
 
         Without the lock, only an empty one goes.
         """
         with suppress(OSError):
-            if self.descriptor >= 0 and not (keep and self.leftovers()):
-                for path in self.leftovers():  # while nobody else can have begun in it
-                    remove(path)
-                if not self.leftovers():  # the lock marks what could not be removed as ours
-                    self.path.unlink(missing_ok=True)
+            is_over = self.descriptor >= 0 and not (keep and self.leftovers())
+            if is_over and not self.clear():  # the lock marks what could not be removed as ours
+                self.path.unlink(missing_ok=True)
         own = [self.folder] if self.is_ours else []
         for path in (*own, *self.new_parents):
             with suppress(OSError):  # with something in it, it stays
@@ -215,9 +232,20 @@ class Journal:
         write_synced(self.path, os.O_APPEND, [b"\n%08x %s\n" % (zlib.crc32(text), text)])
 
 
+def list_journals(folder: Path) -> list[Path]:
+    return sorted(folder.glob(f"*/{JOURNAL_FILE}*"))
+
+
+def name_folder(identity: dict[str, Any]) -> str:
+    """The name of a merge's own folder: no two merges have the same, so that what is late for one
+    cannot get into another's.
+    """
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def read_journals(folder: Path, identity: dict[str, Any]) -> list[Journal]:
     """What all processes have noted of an unfinished merge, which must be this one."""
-    found = map(Journal, sorted(folder.glob(f"{JOURNAL_FILE}*")))
+    found = map(Journal, list_journals(folder))
     journals = [journal for journal in found if journal.identity is not None]
     for journal in journals:
         if difference := explain_difference(journal.identity or {}, identity):
@@ -262,12 +290,15 @@ class Files:
         self,
         destination: Destination,
         files: Sequence[PlannedFile],
+        identity: dict[str, Any],
         journal: str,
         guard: tuple[int, Path],
     ) -> None:
+        """identity: all that must be equal for a merge begun earlier to be continued."""
         self.destination = destination
         self.files = files
-        self.folder = destination.partial
+        self.identity = identity
+        self.folder = destination.partial / name_folder(identity)
         self.made = self.folder / MADE
         self.paths = [
             self.made / file.name if destination.directory else self.made for file in files
@@ -294,7 +325,7 @@ class Files:
             if not path.is_file() or path.stat().st_size != file.size
         }
 
-    def _open(self, identity: dict[str, Any], journals: Sequence[Journal] = ()) -> None:
+    def _open(self, journals: Sequence[Journal] = ()) -> None:
         """Open the files, and make those that are not there: what journals say of them is not
         true.
         """
@@ -321,7 +352,7 @@ class Files:
         self.journal = Journal(self.journal.path)
         if self.journal.identity is None:
             self.journal.path.unlink(missing_ok=True)
-            self.journal.begin(identity, self.files)
+            self.journal.begin(self.identity, self.files)
         self._background = ThreadPoolExecutor(1).submit(self._run)
 
     def _check_still_ours(self) -> None:

@@ -25,8 +25,9 @@ from darelib.output.files import (
     Journal,
     Lock,
     limit_mode,
+    list_journals,
+    name_folder,
     read_journals,
-    remove,
     sync_directory,
     write_synced,
 )
@@ -48,13 +49,13 @@ class Part(Files):
     ) -> None:
         path = destination.partial / LOCK_FILE
         guard = (os.open(path, os.O_RDONLY | BINARY), path)
-        super().__init__(destination, files, name_journal(), guard)
+        super().__init__(destination, files, identity, name_journal(), guard)
         try:
             # The merge that asked for these files may have failed, and another one begun there.
-            journals = read_journals(self.folder, identity)
+            journals = read_journals(destination.partial, identity)
             if not journals:
-                raise DareError(f"what was in {str(self.folder)!r} is gone", "merge again")
-            self._open(identity, journals)
+                raise DareError(f"what was in {str(destination.partial)!r} is gone", "merge again")
+            self._open(journals)
         except BaseException:
             self._close()
             raise
@@ -87,16 +88,16 @@ class Output(Files):
         identity: dict[str, Any],
         resume: bool,
     ) -> None:
-        """identity: all that must be equal for a merge begun earlier to be continued."""
         self.resume = resume
         self.lock = Lock(destination.partial, destination.name)
-        super().__init__(destination, files, JOURNAL_FILE, (self.lock.descriptor, self.lock.path))
+        guard = (self.lock.descriptor, self.lock.path)
+        super().__init__(destination, files, identity, JOURNAL_FILE, guard)
         keep = True  # what an earlier run left, until it is known to be of no use
         try:
             self._restore_replaced()
-            if not self._continue(identity):
+            if not self._continue():
                 keep = False
-                self._begin(identity)
+                self._begin()
         except BaseException:
             self.discard(keep)
             raise
@@ -106,48 +107,45 @@ class Output(Files):
 
     def _restore_replaced(self) -> None:
         """Undo what a crash between two renames left: the old content without its name."""
-        old = self.folder / REPLACED
+        old = self.lock.folder / REPLACED
         target = self.destination.path
         if not old.exists():
             return
         if not target.exists():
             os.rename(old, target)
-        elif self.made.exists():  # so the new one was not put there, but something else was
+        # If the new one was not put there, something else was.
+        elif any(self.lock.folder.glob(f"*/{MADE}")):
             raise DareError(
                 f"the model that was at {str(target)!r} is in {str(old)!r}",
                 "move one of them elsewhere",
             )
 
-    def _continue(self, identity: dict[str, Any]) -> bool:
+    def _continue(self) -> bool:
         """Continue what an earlier run, or parts, left, if that is wanted and possible."""
+        folder = self.lock.folder
         if not self.resume and self.lock.leftovers():
-            LOG.warning(f"an unfinished merge in {self.folder} is removed; --resume continues one")
+            LOG.warning(f"an unfinished merge in {folder} is removed; --resume continues one")
         if not self.resume:
             return False
         if not self.lock.leftovers():
             LOG.info("there is no unfinished merge to resume; starting from the beginning")
             return False
-        journals = read_journals(self.folder, identity)
+        journals = read_journals(folder, self.identity)
         lost = self.list_lost()
         if all(not lost.isdisjoint(journal.files) for journal in journals):
-            LOG.warning(
-                f"the unfinished merge in {self.folder} cannot be continued: it is not complete"
-            )
+            LOG.warning(f"the unfinished merge in {folder} cannot be continued: it is not complete")
             return False
-        self._open(identity, journals)
+        self._open(journals)
         return True
 
-    def _begin(self, identity: dict[str, Any]) -> None:
-        for path in self.lock.leftovers():
-            remove(path)
-        if left := self.lock.leftovers():
+    def _begin(self) -> None:
+        if left := self.lock.clear():
             raise DareError(
                 f"{str(left[0])!r}, of an unfinished merge, cannot be removed",
                 "remove it, or give another output",
             )
-        if self.destination.directory:
-            os.mkdir(self.made)
-        self._open(identity)
+        os.makedirs(self.made if self.destination.directory else self.folder)
+        self._open()
 
     def write_file(self, name: str, content: bytes | Path) -> None:
         """A small file of a model directory: of this content, or a copy of that file."""
@@ -197,11 +195,11 @@ class Output(Files):
         # Somebody may have put something there.
         check_replaceable(self.destination, force, recipe)
         # From here on what lies in the folder may be the old model, which must not be continued.
-        for journal in self.folder.glob(f"{JOURNAL_FILE}*"):
+        for journal in list_journals(self.lock.folder):
             journal.unlink()
         self.resume = False
         sync_directory(self.folder)
-        replace(self.made, self.destination.path)
+        replace(self.made, self.destination.path, self.lock.folder / REPLACED)
         try:
             for new in (self.destination.path, *self.lock.new_parents):
                 sync_directory(new.parent)
@@ -232,23 +230,25 @@ def share_folder(destination: Destination, identity: dict[str, Any]) -> Iterator
     """
     folder = destination.partial
     with closing(Lock(folder, destination.name, shared=True)):
-        left = list((folder / MADE).glob("*"))  # before journals: who writes there has begun one
+        own = folder / name_folder(identity)
+        left = list(folder.glob(f"*/{MADE}/*"))  # before journals: who writes there has begun one
         if not read_journals(folder, identity):
             if left:
                 raise DareError(
                     f"what is in {str(folder)!r} cannot be continued", "remove it, and merge again"
                 )
-            begin_journal(folder, identity)
-        os.makedirs(folder / MADE, exist_ok=True)  # before anybody counts on it
+            begin_journal(own, identity)
+        os.makedirs(own / MADE, exist_ok=True)  # before anybody counts on it
         yield
 
 
 def begin_journal(folder: Path, identity: dict[str, Any]) -> None:
-    """Note what is merged in a folder, unless somebody else has just begun another merge there."""
+    """Note what is merged in a folder, unless somebody has just begun another merge beside it."""
+    os.makedirs(folder, exist_ok=True)
     journal = Journal(folder / name_journal())
     journal.begin(identity)
     try:
-        read_journals(folder, identity)
+        read_journals(folder.parent, identity)
     except DareError:
         journal.path.unlink(missing_ok=True)
         raise
@@ -264,7 +264,7 @@ def explain_write_errors(destination: Destination, resume: bool) -> Iterator[Non
     try:
         yield
     except OSError as error:
-        kept = resume and any(destination.partial.glob(f"{JOURNAL_FILE}*"))
+        kept = resume and bool(list_journals(destination.partial))
         again = f"run again: what is done is in {destination.partial}" if kept else "try again"
         raise DareError(
             f"cannot write {destination.name!r}: {error.strerror or error}",
@@ -283,7 +283,7 @@ def read_pieces(path: Path) -> Generator[bytes]:
         ) from None
 
 
-def replace(made: Path, target: Path) -> None:
+def replace(made: Path, target: Path, replaced: Path) -> None:
     """Give what was made its name.
 
     What had that name goes, at the same instant, to where the new one was made.
@@ -293,7 +293,7 @@ def replace(made: Path, target: Path) -> None:
     elif not exchange(made, target):
         # Without a way to exchange names there is an instant in which neither has it; what was
         # replaced is put back if the second step fails, now or, after a crash, by the next run.
-        os.rename(target, made.with_name(REPLACED))
+        os.rename(target, replaced)
         os.rename(made, target)
 
 

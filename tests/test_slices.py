@@ -319,6 +319,25 @@ def test_what_else_goes_without_models_is_refused(tmp_path: Path, refused: Refus
     refused(2, "there are no models to look at", "analyze", *flags)
 
 
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({}, None),
+        ({"drop_rate": 0, "rescale": True}, None),
+        ({"drop_rate": 0.5}, "drop_rate has no effect"),
+        ({"drop": "della", "rescale": False}, "drop and rescale have no effect"),
+        ({"rules": [{"match": "*", "lambda_coeff": 0}]}, "lambda_coeff has no effect"),
+    ],
+)
+def test_settings_of_deltas_have_no_effect_without_models(
+    pair: Path, config: dict[str, Any], words: str | None
+) -> None:
+    """What a recipe or a file of mergekit's always sets is nothing to warn of."""
+    merger = DareMerger(pair / "a", [], DareConfig(method="passthrough", **config))
+    expected = () if words is None else (f"{words}: without models there are no deltas",)
+    assert merger.plan(pair / "plain").warnings == expected
+
+
 @pytest.mark.parametrize("tokenizer", ["union", "a", "b"])
 def test_layers_of_models_with_other_tokens_take_no_tokenizer(
     tmp_path: Path, monkeypatch: Patch, refused: Refusal, tokenizer: str

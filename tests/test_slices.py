@@ -133,11 +133,15 @@ def test_transformers_loads_a_stack_and_computes_what_its_layers_do(
 
 
 def test_the_configuration_has_an_entry_for_each_layer(tmp_path: Path) -> None:
-    """Of its own model's; lists of tokens are no lists of layers."""
+    """Of its own model's; lists of tokens are no lists of layers. Numbers of layers are new."""
     save_pair(tmp_path)
+    numbers = {
+        "a": {"mlp_only_layers": [0, 2], "moe_layers": [], "rope_scaling_layers": [0, 1, 2]},
+        "b": {"mlp_only_layers": [1], "moe_layers": [0, 3], "rope_scaling_layers": []},
+    }
     for name in DEPTHS:  # as models of text and images have it
         path = tmp_path / name / "config.json"
-        table = read_json(path)
+        table = read_json(path) | numbers[name]
         path.write_text(json.dumps({"model_type": "x", "text_config": table, **table}))
     merge_stack(tmp_path, [("a", 1, 3), ("b", 0, 3)], tmp_path / "tall")
     config = read_json(tmp_path / "tall" / "config.json")
@@ -145,6 +149,7 @@ def test_the_configuration_has_an_entry_for_each_layer(tmp_path: Path) -> None:
         assert table["num_hidden_layers"] == 5
         assert table["layer_types"] == ["full", "a", "b", "full", "b"]
         assert table["eos_token_id"] == [1, 2, 3]
+        assert [table[key] for key in numbers["a"]] == [[1, 3], [2], [0, 1]]
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])

@@ -388,12 +388,12 @@ def test_files_that_are_not_models_of_this_base_are_refused(
         "model.gguf": "GGUF",
         "index.json": "weight_map",
         "pipe": "regular file",
-        "pickle.bin": "dare.py convert pickle.bin pickle.safetensors",
+        "pickle.bin": "dare convert pickle.bin pickle.safetensors",
         "pickled.safetensors": "PyTorch pickle",
         "wide.safetensors": "'layer.bias' is [61] in 'base.safetensors' and [62] in",
         "ints.safetensors": "'layer.bias' is BF16 in 'base.safetensors' and I64 in",
         "other.safetensors": "no tensor in common",
-        **{name: f"dare.py convert {shlex.quote(name)} " for name in misread},
+        **{name: f"dare convert {shlex.quote(name)} " for name in misread},
     }.items():
         refused(1, words, *MERGE, "-m", name)
 

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import threading
 import time
+import tomllib
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -87,6 +88,15 @@ def test_paths_in_toml_are_relative_to_it(
         "math.safetensors",
         "code.safetensors",
     ]
+
+
+def test_a_path_that_is_no_text_is_written_as_text(models: Models, tmp_path: Path) -> None:
+    for output in (f"{tmp_path}/\udcff", "\udcff"):
+        config = write_config(tmp_path)
+        run("-c", config, "-o", output, "--write-config", "new.toml", "--force")
+        assert tomllib.loads(Path("new.toml").read_text())["models"]["output_file"] == (
+            output.replace("\udcff", "\\udcff")
+        )
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def avoid_word(path: str) -> str:
 def path_from(folder: Path, given: str, path: Path) -> str:
     """A path that leads from a folder to another one, if the user did not give an absolute one."""
     if os.path.isabs(os.path.expanduser(given)):
-        return given
+        return as_text(given)
     physical = path.parent.resolve() / path.name  # a link itself is kept: what it leads to may move
     try:
         return as_text(Path(os.path.relpath(physical, folder)).as_posix())

@@ -1,6 +1,7 @@
 """Analyses: figures that NumPy finds too, advice that follows from them, a suggestion that merges,
 and pictures."""
 
+import errno
 import itertools
 import json
 import math
@@ -13,6 +14,7 @@ import time
 import tomllib
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -661,5 +663,9 @@ def test_any_models_are_drawn(
     labels = (r"Where $\bar$ changed", "_hidden (0% unchanged)", "Where longlong...")
     assert [x for x in labels if not re.search(f"<!--  ?{re.escape(x)}", drawn)] == []
     refused(2, "a.png", "analyze", "-b", pair[0], "-m", pair[1], "--plot", pair[0] / "a.png")
+
+    with monkeypatch.context() as patch:  # a picture that is not complete does not get its name
+        patch.setattr("os.replace", Mock(side_effect=OSError(errno.ENOSPC, "disk full")))
+        refused(1, "disk full", *arguments, "-q", "--plot", tmp_path / "x.svg", "--force")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     refused(2, ("matplotlib", "install it: "), *arguments, "--plot", tmp_path / "a.png")

@@ -188,7 +188,7 @@ def test_a_directory_without_a_model_says_what_is_in_it(
         ("LICENSE", "holds no model", "model.safetensors", INDEX),
         ("config.json", "holds no model", "model.safetensors", INDEX),
         ("consolidated.00.pth", "PyTorch pickles", "convert"),
-        ("pytorch_model.bin", "PyTorch pickles", "dare.py convert"),
+        ("pytorch_model.bin", "PyTorch pickles", "dare convert"),
         ("model-Q4_K_M.gguf", "GGUF"),
         ("extra.safetensors", "'extra.safetensors'", "name the file"),
         ("consolidated.safetensors", "'consolidated.safetensors', 'extra.safetensors'"),

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import threading
 import time
+import tomllib
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -87,6 +88,15 @@ def test_paths_in_toml_are_relative_to_it(
         "math.safetensors",
         "code.safetensors",
     ]
+
+
+def test_a_path_that_is_no_text_is_written_as_text(models: Models, tmp_path: Path) -> None:
+    for output in (f"{tmp_path}/\udcff", "\udcff"):
+        config = write_config(tmp_path)
+        run("-c", config, "-o", output, "--write-config", "new.toml", "--force")
+        assert tomllib.loads(Path("new.toml").read_text())["models"]["output_file"] == (
+            output.replace("\udcff", "\\udcff")
+        )
 
 
 @pytest.mark.parametrize(
@@ -388,12 +398,12 @@ def test_files_that_are_not_models_of_this_base_are_refused(
         "model.gguf": "GGUF",
         "index.json": "weight_map",
         "pipe": "regular file",
-        "pickle.bin": "dare.py convert pickle.bin pickle.safetensors",
+        "pickle.bin": "dare convert pickle.bin pickle.safetensors",
         "pickled.safetensors": "PyTorch pickle",
         "wide.safetensors": "'layer.bias' is [61] in 'base.safetensors' and [62] in",
         "ints.safetensors": "'layer.bias' is BF16 in 'base.safetensors' and I64 in",
         "other.safetensors": "no tensor in common",
-        **{name: f"dare.py convert {shlex.quote(name)} " for name in misread},
+        **{name: f"dare convert {shlex.quote(name)} " for name in misread},
     }.items():
         refused(1, words, *MERGE, "-m", name)
 

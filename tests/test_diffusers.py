@@ -347,7 +347,7 @@ def test_weights_that_are_no_safetensors_are_copied_or_refused(
     assert (out / "vae" / f"{STEM}.bin").read_bytes() == b"a pickle"
     run("verify", *QUICK, out)
     (tuned / "unet" / f"{STEM}.safetensors").rename(tuned / "unet" / f"{STEM}.bin")
-    check_refused(base, tuned, "m1/unet", "pickles", f"dare.py convert {tuned}/unet/{STEM}.bin")
+    check_refused(base, tuned, "m1/unet", "pickles", f"dare convert {tuned}/unet/{STEM}.bin")
 
 
 @POSIX
@@ -394,7 +394,7 @@ def test_what_names_of_folders_lead_to_is_not_read(
         (["pytorch_model_fsdp_0/__0_0.distcp", "optimizer.bin"], ["FSDP", "accelerate merge-w"]),
         ([".metadata", "__0_0.distcp"], ["FSDP", "accelerate merge-weights"]),
         (["model-q4.gguf"], ["GGUF", "llama.cpp"]),
-        (["pytorch_model.bin"], ["pickles", "dare.py convert"]),
+        (["pytorch_model.bin"], ["pickles", "dare convert"]),
         (["notes.txt"], ["holds no model", "model.safetensors"]),
     ],
     ids=lambda value: str(value[0]),

@@ -1098,6 +1098,7 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("a: !!bool maybe", "cannot be read"),
         ("a: !!timestamp nope", "cannot be read"),
         ('a: !!int ""', "cannot be read"),
+        (f'merge_method: ties\n{MODELS}\ntokenizer_source: "\\ud800"', "half of a surrogate pair"),
         (BOMB, "aliases written out, it holds more than 50,000 values"),
         ("a: [" + "1," * 60_000 + "]", "more than 50,000 values"),
         (b"\xff\xfe", "YAML"),

@@ -298,7 +298,9 @@ def load_pipeline(folder: Path) -> Tensors:
 
 
 @pytest.mark.parametrize("family", SMALL)
-def test_a_pipeline_becomes_one_file_and_that_becomes_it_again(tmp_path: Path, family: str) -> None:
+def test_a_pipeline_becomes_one_file_and_that_becomes_it_again(
+    tmp_path: Path, capsys: Capture, family: str
+) -> None:
     original = randomise(SMALL[family], BF16)
     named = to_diffusers(original, family)
     old = put_pipeline(tmp_path / "old", named)
@@ -307,7 +309,9 @@ def test_a_pipeline_becomes_one_file_and_that_becomes_it_again(tmp_path: Path, f
     one = tmp_path / "one.safetensors"
     run("convert", "-q", old, one)
     assert_same(load_file(one), original)
-    run("convert", "-q", one, tmp_path / "again", "--base", form)
+    run("convert", one, tmp_path / "again", "--base", form)
+    wrote = f"wrote {tmp_path / 'again'}: {len(named)} tensors, "
+    assert [line.startswith(wrote) for line in capsys.readouterr().out.splitlines()] == [True]
     assert_same(load_pipeline(tmp_path / "again"), named)
     run("verify", "-q", tmp_path / "again")
     run("convert", "-q", old, tmp_path / "other.safetensors", "--base", one)

@@ -276,6 +276,23 @@ def test_what_an_analysis_suggests_for_packed_models_merges(
         run("--config", tmp_path / "a.toml", *PLAIN, "-q", "--force")
 
 
+@pytest.mark.parametrize("rate", [0.0, 0.9])
+def test_advice_on_a_packed_model_can_be_followed(
+    models: list[Path], tmp_path: Path, rate: float
+) -> None:
+    """What was packed thin cannot be kept whole; what was packed whole is."""
+    rules = [f"--rule={name}:drop_rate={rate}" for name in ("*bias", "scalar")]
+    packed = pack_all(models[:2], 0.9, 42, *rules)
+    analysis = make_merger(models[0], packed, engine="plain").analyze()
+    advised = [advice.verdict for advice in analysis.advice if advice.about == "rules"]
+    suggested = tomllib.loads(analysis.suggestion)
+    found = suggested.get("rules", [])
+    assert (advised, [rule["drop_rate"] for rule in found]) == (
+        ([], []) if rate else (["vectors"], [0.0])
+    )
+    run_merge(models[0], packed, tmp_path / "out.safetensors", rules=found, **suggested["dare"])
+
+
 def check_near(estimate: Any, exact: Any, *fields: str, **near: float) -> None:
     """Figures of a sample must be near those of the whole."""
     for field in fields:

@@ -133,11 +133,15 @@ def test_transformers_loads_a_stack_and_computes_what_its_layers_do(
 
 
 def test_the_configuration_has_an_entry_for_each_layer(tmp_path: Path) -> None:
-    """Of its own model's; lists of tokens are no lists of layers."""
+    """Of its own model's; lists of tokens are no lists of layers. Numbers of layers are new."""
     save_pair(tmp_path)
+    numbers = {
+        "a": {"mlp_only_layers": [0, 2], "moe_layers": [], "rope_scaling_layers": [0, 1, 2]},
+        "b": {"mlp_only_layers": [1], "moe_layers": [0, 3], "rope_scaling_layers": []},
+    }
     for name in DEPTHS:  # as models of text and images have it
         path = tmp_path / name / "config.json"
-        table = read_json(path)
+        table = read_json(path) | numbers[name]
         path.write_text(json.dumps({"model_type": "x", "text_config": table, **table}))
     merge_stack(tmp_path, [("a", 1, 3), ("b", 0, 3)], tmp_path / "tall")
     config = read_json(tmp_path / "tall" / "config.json")
@@ -145,6 +149,7 @@ def test_the_configuration_has_an_entry_for_each_layer(tmp_path: Path) -> None:
         assert table["num_hidden_layers"] == 5
         assert table["layer_types"] == ["full", "a", "b", "full", "b"]
         assert table["eos_token_id"] == [1, 2, 3]
+        assert [table[key] for key in numbers["a"]] == [[1, 3], [2], [0, 1]]
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
@@ -317,6 +322,25 @@ def test_what_else_goes_without_models_is_refused(tmp_path: Path, refused: Refus
         refused(status, words, "-c", tmp_path / "c.toml")
     flags = ("-b", tmp_path / "a", "--method", "passthrough")
     refused(2, "there are no models to look at", "analyze", *flags)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({}, None),
+        ({"drop_rate": 0, "rescale": True}, None),
+        ({"drop_rate": 0.5}, "drop_rate has no effect"),
+        ({"drop": "della", "rescale": False}, "drop and rescale have no effect"),
+        ({"rules": [{"match": "*", "lambda_coeff": 0}]}, "lambda_coeff has no effect"),
+    ],
+)
+def test_settings_of_deltas_have_no_effect_without_models(
+    pair: Path, config: dict[str, Any], words: str | None
+) -> None:
+    """What a recipe or a file of mergekit's always sets is nothing to warn of."""
+    merger = DareMerger(pair / "a", [], DareConfig(method="passthrough", **config))
+    expected = () if words is None else (f"{words}: without models there are no deltas",)
+    assert merger.plan(pair / "plain").warnings == expected
 
 
 @pytest.mark.parametrize("tokenizer", ["union", "a", "b"])

@@ -451,6 +451,15 @@ def test_an_evaluation_that_cannot_score_the_base_ends_it_at_once(
     printed = capsys.readouterr().err
     assert [word for word in ("score the base", *words) if word not in printed] == []
     assert (os.listdir("kept"), list(tmp_path.glob(".sweep-*"))) == ([], [])
+    assert list(tmp_path.glob("*.db")) == [], "nothing was scored that a study could keep"
+
+
+def test_a_study_in_which_nothing_was_scored_may_become_another_one() -> None:
+    optuna.create_study(storage="sqlite:///config_sweep.db", study_name="other")
+    flags = ("--vary", "drop_rate=[0.1]", "--search", "grid", "--confirm", "0", "--study", "mine")
+    Path("bad.py").write_text("def score(path):\n    raise RuntimeError('no tokenizer')\n")
+    run(*command(*flags, evaluate="bad.py:score"), status=1)
+    run(*command(*flags, lambda_coeff=0.5))
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@ are named."""
 
 import re
 import sys
+import tomllib
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from dare import ConfigError, DareConfig, DareMerger
 from darelib.commands.sweep.space import Space
 from darelib.config import PER_MODEL, RULE_SETTINGS, SWEEP_SETTINGS
 from darelib.core.methods import METHODS
-from tests.support import Models, Refusal, examples, write_config
+from tests.support import Capture, Models, Refusal, examples, run, write_config
 
 
 def test_settings_are_only_asked_where_they_mean_something_and_others_do_not_hinder(
@@ -119,6 +120,20 @@ def test_a_wrong_space_is_named(
     if "=" in space and "rules" not in space:  # the same under [sweep]
         write_config(tmp_path, f"[sweep]\n{space}")
         refused(2, "", *words)
+
+
+def test_what_a_search_may_choose_is_written_with_the_rest(
+    models: Models, tmp_path: Path, capsys: Capture
+) -> None:
+    space = """[sweep]
+method = ["linear", "ties"]
+drop_rate = {low = 0.0, high = 0.5}
+[[sweep.rules]]
+match = "*embed*"
+lambda_coeff = [{gradient = [0.1, 0.2]}, 1.0]
+"""
+    run("-c", write_config(tmp_path, space), "--write-config", "-")
+    assert tomllib.loads(capsys.readouterr().out)["sweep"] == tomllib.loads(space)["sweep"]
 
 
 ENDS: dict[str, tuple[float, float]] = {

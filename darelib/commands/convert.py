@@ -63,7 +63,15 @@ def run(flags: Flags, merger_class: MergerClass) -> None:
     has_adapter = is_adapter(old)
     has_model = not has_adapter and is_diffusion(old)
     if has_model and "base" in flags:
-        convert_to_base(flags, merger_class)
+        made = convert_to_base(flags, merger_class)
+        report = ConvertReport(
+            flags["new"],
+            made.tensors,
+            made.bytes_written,
+            made.models[0].extra_tensors,
+            made.seconds,
+        )
+        show(report, flags, flags.get("verbose", True))
         return
     new = check_new(flags["new"], "force" in flags)
     left_out: list[str] = []

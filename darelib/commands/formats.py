@@ -13,8 +13,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from darelib.commands.merge import run as run_merge
-from darelib.commands.options import Flags, MergerClass
+from darelib.commands.merge import merge_to_end
+from darelib.commands.options import Flags, MergerClass, make_merger
+from darelib.commands.report import MergeReport
 from darelib.core.text import ConfigError, DareError, list_names
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.directories import ADAPTER_CONFIG, ADAPTER_FILE, part_name
@@ -150,7 +151,7 @@ def is_diffusion(old: Source) -> bool:
     return False
 
 
-def convert_to_base(flags: Flags, merger_class: MergerClass) -> None:
+def convert_to_base(flags: Flags, merger_class: MergerClass) -> MergeReport:
     """Write a model in the form of another, which need not be its base: the merge of one model, of
     which nothing is dropped.
     """
@@ -164,7 +165,8 @@ def convert_to_base(flags: Flags, merger_class: MergerClass) -> None:
             )
         if form.components:
             wanted["components"] = form.components
-    run_merge(wanted, merger_class)
+    merger, _ = make_merger(wanted, merger_class)
+    return merge_to_end(merger, flags["new"], "nothing was written", force="force" in flags)
 
 
 def convert_to_original(old: Source, new: Path) -> tuple[int, list[str]]:

@@ -26,6 +26,11 @@ BEFORE_LAYERS: Final = re.compile(r"emb(?!ed_out)|\bw[tp]e\b")
 # What configurations call the number of layers, and the lists in them that are not by layer.
 COUNTS: Final = re.compile(r"(num|n)_(\w+_)?layers?")
 NOT_BY_LAYER: Final = re.compile(r"architectures|\w*token_ids?")
+# The lists that hold the numbers of some layers.
+NUMBERS: Final = re.compile(
+    "(mlp_only|moe|cross_attention|rope_scaling)_layers|attn_layer_indices|full_attn_idxs"
+    "|local_layer_ids"
+)
 MAX_LAYERS: Final = 10_000  # no model has nearly as many
 # What must be equal for one model's layers to fit another's.
 FITTING: Final = re.compile(r"(text_config\.)?(model_type|hidden_size|n_embd|d_model)")
@@ -61,8 +66,10 @@ class Part:
         return self.model.read_tables()
 
     def find_entry(self, key: str, layer: int) -> Any:
-        """What its configuration says of one of its layers."""
+        """What its configuration says of one of its layers; of numbers, whether they name it."""
         for listed in (table.get(key) for table in self.tables):
+            if isinstance(listed, list) and NUMBERS.fullmatch(key):
+                return layer in listed
             if isinstance(listed, list) and len(listed) == self.depth:
                 return listed[layer]
         raise DareError(
@@ -193,12 +200,14 @@ class Stack(Checkpoint):
         depth = self._home.depth
         changes: dict[str, tuple[Any, Any]] = {}
         for key, value in (entry for table in tables for entry in table.items()):
-            is_list = isinstance(value, list) and len(value) == depth
+            has_numbers = NUMBERS.fullmatch(key)
+            is_list = isinstance(value, list) and (has_numbers or len(value) == depth)
             if COUNTS.fullmatch(key) and value == depth:
                 changes[key] = value, len(self._order)
             elif is_list and not NOT_BY_LAYER.fullmatch(key):
                 own = [part.find_entry(key, layer) for part, layer in self._order]
-                changes[key] = value, own
+                named = [place for place, is_named in enumerate(own) if is_named]
+                changes[key] = value, named if has_numbers else own
         return changes
 
 

@@ -124,7 +124,7 @@ def convert_hint(path: Path) -> str:
     new = f"{stem}.safetensors"
     if new == name:
         new = f"{name}.converted.safetensors"
-    command = f"dare.py convert {shlex.quote(name)} {shlex.quote(new)}"
+    command = f"dare convert {shlex.quote(name)} {shlex.quote(new)}"
     return f"pickles can run any code, so convert it first, which runs none: {command}"
 
 

@@ -244,6 +244,9 @@ def find_odd_settings(
             f"{1 / most.keep_rate:.3g} times too weak"
         )
     yield from find_weak_adapters(config, models)
+    if not models and (idle := list_idle(config)):
+        verb = "have" if len(idle) > 1 else "has"
+        yield f"{' and '.join(idle)} {verb} no effect: without models there are no deltas"
     if config.has_gradients and not count_layers(base.tensors):
         yield (
             "no tensor's name has the number of a layer in it, so each gradient has its first "
@@ -257,6 +260,23 @@ def find_odd_settings(
                 "dropped of both; give another --seed, or if it is a packed one's, pack that again "
                 "with another"
             )
+
+
+def list_idle(config: DareConfig) -> list[str]:
+    """The settings of deltas that ask for something, for all tensors or by a rule."""
+    plain: dict[str, tuple[object, ...]] = {
+        "drop_rate": (DareConfig.drop_rate, 0),
+        "drop": (RANDOM,),
+        "rescale": (True,),
+        "rescale_q": (),
+        "lambda_coeff": (1,),
+    }
+    holders = (config, *config.typed_rules)
+    return [
+        name
+        for name, values in plain.items()
+        if any(getattr(holder, name) not in (None, *values) for holder in holders)
+    ]
 
 
 def find_weak_adapters(config: DareConfig, models: Sequence[Described]) -> Iterator[str]:

@@ -45,7 +45,10 @@ def write_request(request: Request, path: Path, force: bool) -> None:
     parts = [part for source in sources for part in source.parts]
     inputs = [(part.name, part.path) for part in parts if part.path.exists()]
     check_apart(repr(str(path)), path, inputs if path != STDOUT else ())
-    write_config(path, format_settings(request.dare, request.rules), request)
+    settings = format_settings(request.dare, request.rules)
+    if request.sweep:
+        settings += f"\n{format_table('[sweep]', request.sweep)}"
+    write_config(path, settings, request)
 
 
 def format_settings(dare: Mapping[str, Any], rules: Iterable[Rule]) -> str:
@@ -137,7 +140,7 @@ def avoid_word(path: str) -> str:
 def path_from(folder: Path, given: str, path: Path) -> str:
     """A path that leads from a folder to another one, if the user did not give an absolute one."""
     if os.path.isabs(os.path.expanduser(given)):
-        return given
+        return as_text(given)
     physical = path.parent.resolve() / path.name  # a link itself is kept: what it leads to may move
     try:
         return as_text(Path(os.path.relpath(physical, folder)).as_posix())

@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import yaml
 
-from darelib.core.text import ConfigError
+from darelib.core.text import ConfigError, as_text
 
 MAX_YAML: Final = 1 << 18  # bytes: PyYAML takes seconds for more
 MAX_DIGITS: Final = 100  # of a whole number: Python does not print large ones
@@ -47,6 +47,8 @@ def _count_values(node: Any, counts: dict[int, int]) -> int:
     if id(node) not in counts:
         counts[id(node)] = 0  # until it is known
         line = f"(line {node.start_mark.line + 1})" if node else ""
+        if isinstance(node, yaml.ScalarNode) and node.value != as_text(node.value):
+            raise ValueError(f"half of a surrogate pair is no text {line}")
         is_integer = isinstance(node, yaml.ScalarNode) and node.tag.endswith(":int")
         if is_integer and len(node.value) > MAX_DIGITS:
             raise ValueError(f"a number has {len(node.value):,} digits {line}")

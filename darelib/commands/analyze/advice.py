@@ -136,14 +136,16 @@ class Evidence:
             for level, model in zip(self.levels, models, strict=True)
         ]
         # What is packed cannot be merged at a lower drop rate.
-        self.least_rates = [0.0] * len(models)
-        for tensor in task.tensors:
-            for i, info in tensor.finetuned:
-                self.least_rates[i] = max(self.least_rates[i], info.drop_rate)
+        self.packed_rates = {
+            tensor.name: {i: info.drop_rate for i, info in tensor.finetuned}
+            for tensor in task.tensors
+        }
+        self.least_rates = self.limit_rates([0.0] * len(models))
         self.start_rates = self.least_rates if self.several else self.limit_rates(self.rates)
         # Of several models nothing more is dropped, of any tensor.
         has_rules = any(self.rates) and not self.several
-        self.tensor_rules = tuple(find_tensor_rules(self)) if has_rules else ()
+        found = find_tensor_rules(self) if has_rules else ()
+        self.tensor_rules = tuple(rule for rule in found if rule.rates != self.start_rates)
         self.start = choose_start(self)
         is_linear = self.start == "weights" or not self.several
         self.method = LINEAR if is_linear else START_METHOD
@@ -152,8 +154,11 @@ class Evidence:
         is_set = is_own and self.config.lambda_coeff != DareConfig.lambda_coeff
         self.sets_lambda = self.method == START_METHOD and not is_set
 
-    def limit_rates(self, rates: Sequence[float]) -> list[float]:
-        return [*map(max, rates, self.least_rates)]
+    def limit_rates(self, rates: Sequence[float], match: Sequence[str] = ("*",)) -> list[float]:
+        """The lowest from these up at which the tensors that match can be merged."""
+        rule = Rule(tuple(match), drop_rate=0.0)
+        packed = [own for name, own in self.packed_rates.items() if rule.matches(name)]
+        return [max([rate, *(own.get(i, 0.0) for own in packed)]) for i, rate in enumerate(rates)]
 
 
 def find_level(total: DeltaStats, threshold: float) -> str:
@@ -177,24 +182,27 @@ def choose_start(evidence: Evidence) -> str:
 def find_tensor_rules(evidence: Evidence) -> Iterator[TensorRule]:
     matrices = evidence.matrices
     if evidence.vectors:
+        patterns = make_patterns(evidence.vectors, matrices)
         yield TensorRule(
             verdict="vectors",
             title="norms and biases",
             text="nothing of norms and biases should be dropped: they are "
             f"{count_of(len(evidence.vectors), 'tensor')} of one dimension, with too few values "
             "for what is dropped to average out",
-            match=make_patterns(evidence.vectors, matrices),
-            rates=evidence.least_rates,
+            match=patterns,
+            rates=evidence.limit_rates([0.0] * len(evidence.models), patterns),
         )
     if embeddings := [name for name in matrices if kind_of(name) == "embedding"]:
+        patterns = make_patterns(embeddings, set(matrices) - set(embeddings))
+        lower = [round(max(0.0, rate - 0.2), 2) for rate in evidence.rates]
         yield TensorRule(
             verdict="embeddings",
             title="embeddings",
             text="less of the embeddings should be dropped "
             f"({count_of(len(embeddings), 'tensor')}): a token's row is all that the model knows "
             "of it",
-            match=make_patterns(embeddings, set(matrices) - set(embeddings)),
-            rates=evidence.limit_rates([round(max(0.0, rate - 0.2), 2) for rate in evidence.rates]),
+            match=patterns,
+            rates=evidence.limit_rates(lower, patterns),
         )
 
 
@@ -294,8 +302,7 @@ def suggest(evidence: Evidence) -> str:
         if kept := keep_settings(evidence, rule):
             rules.append(("as set before", {"match": rule.match} | kept))
     for found in evidence.tensor_rules:
-        if found.rates != evidence.start_rates:
-            rules.append((found.title, {"match": found.match, "drop_rate": compact(found.rates)}))
+        rules.append((found.title, {"match": found.match, "drop_rate": compact(found.rates)}))
     texts = [format_table(f"[[rules]]  # {title}", table) for title, table in rules]
     if evidence.several:
         texts.append(format_table("[sweep]  # what to search first", SEARCHED))

@@ -1,6 +1,7 @@
 """What an analysis gives: plain data that prints as tables, a picture, a configuration to try."""
 
 import dataclasses
+import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,6 @@ from darelib.commands.analyze.measure import DeltaStats, Findings, ModelAnalysis
 from darelib.commands.options import Report
 from darelib.core.text import (
     ConfigError,
-    DareError,
     clip,
     human,
     install_hint,
@@ -25,6 +25,7 @@ from darelib.models.checkpoint import Checkpoint
 from darelib.models.inputs import find_files
 from darelib.models.source import Source, download
 from darelib.output.destination import check_apart
+from darelib.output.scratch import write_new_file
 from darelib.plan.plan import MergePlan
 from darelib.requests.configfile import STDOUT, check_new_config, check_new_file, write_config
 from darelib.requests.request import Request
@@ -247,12 +248,9 @@ def plot_analysis(report: AnalysisReport, path: str | Path) -> None:
 
 
 def save_figure(figure: Any, path: str | Path) -> None:
-    try:
-        figure.savefig(path, dpi=130)
-    except OSError as error:
-        raise DareError(
-            f"cannot write {str(path)!r}: {error.strerror}", "choose another place for the plot"
-        ) from None
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=130, format=Path(path).suffix[1:].lower())
+    write_new_file(Path(path), [drawn.getvalue()])
 
 
 def make_label(name: str) -> str:

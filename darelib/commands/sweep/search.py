@@ -10,6 +10,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any, Final, Self, TypeAlias
 from urllib.parse import quote
@@ -31,6 +33,7 @@ from darelib.core.text import (
 )
 
 FACTS: Final = "what scores depend on"
+BASE: Final = "base"  # beside the trials, what the base scores
 # Makes the model of a configuration (None: the base), which may be kept by a name, and evaluates it
 # for a trial. What it gives is as yet unread.
 Score: TypeAlias = Callable[[DareConfig | None, Any, str], Any]
@@ -157,6 +160,12 @@ def warn_once() -> Iterator[None]:
         LOG.removeFilter(is_new)
 
 
+def is_new_file(storage: str | None) -> bool:
+    """Whether a study would be the first in its file, which can be made."""
+    path = Path((storage or "").partition("sqlite:///")[2])
+    return path.parent.is_dir() and not path.exists()
+
+
 def open_study(
     optuna: Any, space: Space, options: Options, label: str, facts: Sequence[Any]
 ) -> Any:
@@ -185,8 +194,8 @@ def open_study(
                     "--storage takes a URL like sqlite:///sweep.db; the directory must exist",
                 ) from None
             time.sleep(0.2)
-    made_here = digest if not study.get_trials(deepcopy=False) else None
-    if study.user_attrs.get(FACTS, made_here) != digest:
+    has_scores = study.get_trials(deepcopy=False) or BASE in study.user_attrs
+    if has_scores and study.user_attrs.get(FACTS) != digest:
         raise ConfigError(
             f"the study {name!r} is of other models, settings or values", "give it another name"
         )
@@ -234,15 +243,22 @@ class Search:
         grid = space.list_combinations() if options.search == "grid" else []
         self.combinations = grid[: options.trials]
         self.wanted = len(self.combinations) or options.trials or 30
+        self._open = partial(open_study, self.optuna, space, label=label, facts=facts)
+        # A new file is made once the base is scored, so that a bad evaluation leaves none.
+        self.is_new = is_new_file(options.storage)
+        first = dataclasses.replace(options, storage=None) if self.is_new else options
         with quiet_optuna(), explain_study_errors(options.storage):
-            self.study = open_study(self.optuna, space, options, label, facts)
+            self.study = self._open(first)
             self.before = self._count_done()
 
     def run(self) -> SweepReport:
         """Search until there are as many trials as are wanted, then score the best few again."""
         explained = explain_study_errors(self.options.storage)
         with quiet_optuna(), warn_once(), self.interrupts, explained:
-            self._score_base()
+            base = self._score_base()
+            if self.is_new:
+                self.study = self._open(self.options)
+                self.study.set_user_attr(BASE, base)
             if self.before:
                 name = self.study.study_name
                 LOG.info(f"going on with the study {name}: {self.before} trials are done")
@@ -273,9 +289,9 @@ class Search:
         seed = (self.space.config.seed + len(self._trials())) % 2**32
         self.study.sampler = SAMPLERS[self.options.search](self.optuna.samplers, seed)
 
-    def _score_base(self) -> None:
+    def _score_base(self) -> list[float]:
         try:
-            self._recall("base", None)
+            return self._recall(BASE, None)
         except DareError as error:
             for line in getattr(error, "output", "").splitlines():
                 LOG.info(f"| {line}")
@@ -394,7 +410,7 @@ class Search:
         return SweepReport(
             self.options.objectives,
             list(rows.values()),
-            self._recall("base", None),
+            self._recall(BASE, None),
             failures,
             study=self.study.study_name,
         )

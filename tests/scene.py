@@ -234,6 +234,17 @@ work = Worker.run
 Worker.run = lambda *arguments: (time.sleep(0.05), work(*arguments))[1]
 TUNING.job_elements, TUNING.journal_seconds = 1024, 0.01
 """
+# What is done first is noted; nothing more is done until there is a file GO.
+HELD = """
+from darelib.output.files import Files
+note = Files.note
+def hold(*arguments):
+    note(*arguments)
+    while not os.path.exists(os.environ["GO"]):
+        time.sleep(0.01)
+Files.note = hold
+TUNING.journal_seconds = 0.01
+"""
 PRELUDE = """
 import os, sys, tempfile, time
 import dare, darelib.plan.plan

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 
 from darelib.output.publish import Output
-from tests.scene import BOTH, SLOWLY, Scene, contents, launch, meanwhile, put, wait_for
+from tests.scene import BOTH, HELD, Scene, contents, launch, meanwhile, put, wait_for
 from tests.support import POSIX, Patch, slow, snapshot
 
 
@@ -49,12 +49,14 @@ def test_the_second_of_two_merges_to_one_place_is_told_of_the_first(
     tmp_path: Path, flags: list[str]
 ) -> None:
     scene = Scene(tmp_path, "file")
-    first = launch(SLOWLY.replace("0.05", "0.1"), *scene.arguments)
+    go = tmp_path / "go"
+    first = launch(HELD, *scene.arguments, GO=str(go))
     try:
         wait_for(lambda: (scene.partial / "lock").exists() and (scene.partial / "lock").read_text())
         words = f"another merge (process {first.pid}) is writing"
         scene.check(*flags, status=1, words=words, left=[scene.partial])
     finally:
+        go.touch()
         _, printed = first.communicate(timeout=60)
     assert first.returncode == 0, printed
     assert scene.broken(status=0) == []

@@ -15,7 +15,7 @@ from dare import ConfigError
 from darelib.output.files import Journal, Lock
 from darelib.output.publish import Part
 from darelib.run.worker import Worker
-from tests.scene import SLOWLY, Contents, contents, launch, make_many_jobs, wait_for
+from tests.scene import HELD, Contents, contents, launch, make_many_jobs, wait_for
 from tests.support import (
     BF16,
     POSIX,
@@ -121,15 +121,16 @@ def test_a_part_is_every_nth_file_and_a_part_too_many_is_empty(
 def test_parts_that_run_at_the_same_time_and_one_that_is_killed(
     tmp_path: Path, whole: Contents, run: Run
 ) -> None:
-    slowly = SLOWLY.replace("0.05", "0.2").replace(
-        "job_elements, TUNING.journal_seconds = 1024,", "journal_seconds ="
-    )
-    running = [launch(slowly, *arguments(tmp_path, "--part", f"{k}/3")) for k in (1, 2, 3, 3)]
+    go = tmp_path / "go"
+    running = [
+        launch(HELD, *arguments(tmp_path, "--part", f"{k}/3"), GO=str(go)) for k in (1, 2, 3, 3)
+    ]
     wait_for(
         lambda: any(Journal(path).done for path in (tmp_path / "out.partial").glob("*/journal-*"))
     )
     assert run("--resume") == 1  # while others are at work
     running[0].send_signal(signal.SIGKILL)
+    go.touch()
     for process in running:
         process.communicate(timeout=60)
     assert [process.returncode for process in running] == [-signal.SIGKILL, 0, 0, 0]
@@ -138,6 +139,7 @@ def test_parts_that_run_at_the_same_time_and_one_that_is_killed(
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "base",
         "code",
+        "go",
         "math",
         "out",
         "whole",

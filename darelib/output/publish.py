@@ -235,7 +235,8 @@ def share_folder(destination: Destination, identity: dict[str, Any]) -> Iterator
         if not read_journals(folder, identity):
             if left:
                 raise DareError(
-                    f"what is in {str(folder)!r} cannot be continued", "remove it, and merge again"
+                    f"what is in {str(folder)!r} cannot be continued",
+                    "a merge without --part and --resume removes it",
                 )
             begin_journal(own, identity)
         os.makedirs(own / MADE, exist_ok=True)  # before anybody counts on it

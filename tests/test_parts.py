@@ -145,12 +145,15 @@ def test_parts_that_run_at_the_same_time_and_one_that_is_killed(
 
 
 @POSIX
+@pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("flags", ["--part 1/3", "--part 2/3", "--resume", ""])
 def test_a_part_that_was_killed_when_it_began_is_no_obstacle(
-    tmp_path: Path, whole: Contents, run: Run, flags: str
+    tmp_path: Path, whole: Contents, run: Run, flags: str, when: str
 ) -> None:
+    """Just before it notes that it has begun, and just after."""
     dying = "from darelib.output.files import Journal\n"
-    dying += "Journal.append = lambda *_: os.kill(os.getpid(), 9)"
+    dying += "append = lambda *entry: None\n" if when == "before" else "append = Journal.append\n"
+    dying += "Journal.append = lambda *entry: (append(*entry), os.kill(os.getpid(), 9))"
     killed = launch(dying, *arguments(tmp_path, "--part", "1/3"))
     killed.communicate(timeout=60)
     assert killed.returncode == -signal.SIGKILL

@@ -132,7 +132,7 @@ class Output(Files):
             return False
         journals = read_journals(folder, self.identity)
         lost = self.list_lost()
-        if all(not lost.isdisjoint(journal.files) for journal in journals):
+        if not any(journal.files and lost.isdisjoint(journal.files) for journal in journals):
             LOG.warning(f"the unfinished merge in {folder} cannot be continued: it is not complete")
             return False
         self._open(journals)

@@ -298,6 +298,10 @@ STATE: Any = {"w": torch.zeros(10)}
             lambda: dare_merge(STATE, [{**STATE, "v": None}]),
             "model 0 must map names to tensors, not 'v' to NoneType",
         ),
+        (
+            lambda: dare_merge(STATE, [{"w": torch.zeros(10, device="meta")}]),
+            "model 0 has tensors without values",
+        ),
         (lambda: dare_sparsify(Path("base"), STATE), "the base must be a state dict"),
         (
             lambda: dare_sparsify(STATE, "model"),

@@ -515,6 +515,7 @@ def refuse_to_resume(scene: Scene, complaint: str, *flags: str) -> None:
         slow("--dtype float32", "dare.dtype"),
         slow("--max-shard-size 1kB", "files"),
         slow("--rule *:drop_rate=0.5", "rules"),
+        ("--delta-threshold 1", "delta_threshold"),  # of which the report has figures
     ],
 )
 def test_an_unfinished_merge_of_another_recipe_is_left_alone_with_resume_and_removed_without(

@@ -32,6 +32,7 @@ from tests.support import (
     Tensors,
     finetune,
     low_rank,
+    make_models,
     mask,
     random_model,
     run,
@@ -122,6 +123,21 @@ def test_the_report_prints_as_a_table(models: Models) -> None:
     assert re.search(rf"into {OUT}: 4 tensors, .* in {report.seconds:.2f} s \(.*/s\)$", summary)
     tune(least_for_rate=10**9)
     assert not re.search(r"in all|copied|/s\)", str(run_merge(models[0], models[1:], OUT)))
+
+
+def test_what_changes_over_the_layers_is_shown_as_that() -> None:
+    shapes = {f"layers.{k}.weight": (8, 8) for k in range(3)}
+    paths = save_models(Path(), make_models(2, shapes=shapes))
+    settings: Config = {
+        "lambda_coeff": {"gradient": [0, 2]},
+        "weights": [1, {"gradient": [0.2, 0.8]}],
+        "engine": "plain",
+    }
+    merger = DareMerger(paths[0], paths[1:], DareConfig(**settings))
+    assert "; weights 1, 0.2 in the first layer\n" in str(merger.plan(OUT))
+    report = merger.merge(OUT)
+    assert "(method linear, lambda {gradient = [0.0, 2.0]}; " in str(report)
+    assert report.as_dict()["lambda_coeff"] == {"gradient": [0.0, 2.0]}
 
 
 def test_odd_models_are_warned_about_once_each() -> None:

@@ -7,6 +7,7 @@ import os
 import stat
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,12 +46,25 @@ def refuse(descriptor: int, *_: Any) -> None:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
 
+def unlink_closed(path: Path, *, unlink: Any = os.unlink, **options: Any) -> None:
+    """Remove a file, but none that this process has open: as Windows does."""
+    status = os.stat(path, follow_symlinks=False, **options)
+    opened: list[os.stat_result] = []
+    for descriptor in range(200):
+        with suppress(OSError):
+            opened.append(os.fstat(descriptor))
+    if any(os.path.samestat(status, each) for each in opened):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    unlink(path, **options)
+
+
 LACKS: dict[str, Callable[[Patch], object]] = {
     "functions": lambda patch: patch.setattr(ctypes, "CDLL", lambda *_, **__: object()),
     "support": lambda patch: patch.setattr(ctypes, "CDLL", lambda *_, **__: Refusing()),
     "directory sync": lambda patch: patch.setattr(os, "fsync", refuse),
     "locks": lambda patch: patch.setattr(pytest.importorskip("fcntl"), "flock", refuse),
     "exchanged names": lambda patch: patch.setattr(publish, "exchange", lambda *_: False),
+    "removal of what is open": lambda patch: patch.setattr(os, "unlink", unlink_closed),
     "positioned reads": lambda patch: patch.delattr(os, "preadv"),
     "positioned writes": lambda patch: patch.delattr(os, "pwrite"),
 }

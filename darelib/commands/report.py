@@ -10,7 +10,7 @@ from typing import Any, Final, Self
 
 from darelib.commands.fit import AdapterFit
 from darelib.commands.options import Report
-from darelib.config import TENSOR_SETTINGS, DareConfig, Rule
+from darelib.config import TENSOR_SETTINGS, DareConfig, Rule, as_toml
 from darelib.core.drops import DROPS, EXPECTATION, RANDOM
 from darelib.core.interrupts import Interrupts
 from darelib.core.mask import MASK_BITS
@@ -159,7 +159,9 @@ class Plan(Report):
         if self.seeds:
             words.append(f"seeds {', '.join(map(str, self.seeds))}")
         if "weights" in METHODS[self.config["method"]].settings:
-            words.append(f"weights {', '.join(f'{weight:.4g}' for weight in self.weights)}")
+            varies = any(isinstance(each, dict) for each in self.config.get("weights", ()))
+            weights = ", ".join(f"{weight:.4g}" for weight in self.weights)
+            words.append(f"weights {weights}{' in the first layer' if varies else ''}")
         if "dtype" in self.config:
             words.append(f"dtype {self.config['dtype']}")
         return "; ".join(words)
@@ -342,7 +344,7 @@ class MergeReport(Report):
 
     output: str
     method: str
-    lambda_coeff: float  # as asked for, rules apart
+    lambda_coeff: Any  # a number, or a gradient, as asked for, rules apart
     files: tuple[str, ...]  # of tensors
     side_files: tuple[str, ...]  # of a model directory: all the others
     tensors: int
@@ -362,8 +364,10 @@ class MergeReport(Report):
         fit = f"{self.adapter}\n" if self.adapter else ""
         moved = self.bytes_read + self.bytes_written
         rate = f" ({human(moved / self.seconds)}/s)" if moved > TUNING.least_for_rate else ""
+        is_number = isinstance(self.lambda_coeff, float)
+        factor = f"{self.lambda_coeff:g}" if is_number else as_literal(self.lambda_coeff)
         found = (
-            f"{table(rows)}\n(method {self.method}, lambda {self.lambda_coeff:g}; "
+            f"{table(rows)}\n(method {self.method}, lambda {factor}; "
             f"above: share of parameters with |delta| > {self.delta_threshold:g})\n{fit}"
         )
         return (
@@ -403,7 +407,7 @@ def report_merge(
     return MergeReport(
         output=output,
         method=plan.config.method,
-        lambda_coeff=plan.config.general(len(plan.models)).lambda_coeff,
+        lambda_coeff=as_toml(plan.config.lambda_coeff),
         files=tuple(file.name for file in plan.files),
         side_files=tuple(plan.side),
         tensors=len(plan.tensors),

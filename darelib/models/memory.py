@@ -42,6 +42,11 @@ def check_state_dict(what: str, given: object) -> None:
         )
     kinds = {*map(type, given.values())}  # few, where there are many tensors
     if {*map(type, given)} <= {str} and all(issubclass(kind, Tensor) for kind in kinds):
+        if any(map(attrgetter("is_meta"), given.values())):
+            raise ConfigError(
+                f"{what} has tensors without values, on the device meta",
+                "load all of the model, without offloading",
+            )
         return
     for name, value in given.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):

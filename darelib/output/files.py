@@ -140,7 +140,11 @@ class Lock:
         with suppress(OSError):
             is_over = self.descriptor >= 0 and not (keep and self.leftovers())
             if is_over and not self.clear():  # the lock marks what could not be removed as ours
-                self.path.unlink(missing_ok=True)
+                try:
+                    self.path.unlink(missing_ok=True)
+                except PermissionError:  # Windows removes nothing that is open
+                    self.close()
+                    self.path.unlink(missing_ok=True)
         own = [self.folder] if self.is_ours else []
         for path in (*own, *self.new_parents):
             with suppress(OSError):  # with something in it, it stays

@@ -119,6 +119,7 @@ class FilePlan(MergePlan):
             "recipe": recipe["recipe"],
             "files": {f.name: [f.size, hashlib.sha256(f.header).hexdigest()] for f in self.files},
             "way to merge the tensors": decided.hexdigest(),
+            "delta_threshold": self.config.delta_threshold,  # by which what is noted was counted
             "jobs": TUNING.job_elements,
         }
         return dict(json.loads(json.dumps(whole)))

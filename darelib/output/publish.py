@@ -132,7 +132,7 @@ class Output(Files):
             return False
         journals = read_journals(folder, self.identity)
         lost = self.list_lost()
-        if all(not lost.isdisjoint(journal.files) for journal in journals):
+        if not any(journal.files and lost.isdisjoint(journal.files) for journal in journals):
             LOG.warning(f"the unfinished merge in {folder} cannot be continued: it is not complete")
             return False
         self._open(journals)
@@ -235,7 +235,8 @@ def share_folder(destination: Destination, identity: dict[str, Any]) -> Iterator
         if not read_journals(folder, identity):
             if left:
                 raise DareError(
-                    f"what is in {str(folder)!r} cannot be continued", "remove it, and merge again"
+                    f"what is in {str(folder)!r} cannot be continued",
+                    "a merge without --part and --resume removes it",
                 )
             begin_journal(own, identity)
         os.makedirs(own / MADE, exist_ok=True)  # before anybody counts on it

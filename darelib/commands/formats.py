@@ -25,6 +25,7 @@ from darelib.models.pairs import ALPHA
 from darelib.models.peft import PREFIX, describe_lora, find_adapter, read_settings, sort_keys
 from darelib.models.pieces import count_used
 from darelib.models.source import Source
+from darelib.models.stated import STATED_KEY
 from darelib.models.tensorfile import TensorInfo, read_json
 from darelib.models.translation import find_homes, name_originally
 from darelib.output.directory import card_name
@@ -70,7 +71,8 @@ def convert_adapter(old: Source, new: Path, base: Source | None) -> int:
 
 def _name_for_kohya(adapter: Checkpoint) -> Contents:
     path = adapter.files[0].path.with_name(ADAPTER_CONFIG)
-    settings = read_settings(read_json(path, part_name(adapter.source, path)), adapter.name)
+    config = read_json(path, part_name(adapter.source, path))
+    settings = read_settings(config, adapter.name)
     pairs, whole = sort_keys(adapter.tensors, adapter.name)
     settings = settings.match(list(pairs), adapter.name)
     odd = [module for module, pair in pairs.items() if pair.is_embedding or pair.magnitudes]
@@ -82,7 +84,8 @@ def _name_for_kohya(adapter: Checkpoint) -> Contents:
             "merge it as it is",
         )
     contents: Contents = {}
-    for module, name in name_modules(pairs).items():
+    folder = Path(str(config.get(STATED_KEY))).name
+    for module, name in name_modules(pairs, folder).items():
         if f"{name}.{DOWN}" in contents:
             raise DareError(
                 f"two modules of {adapter.name!r} are {name!r} with underscores for dots",

@@ -26,9 +26,9 @@ from darelib.models.peft import PREFIX, describe_lora, find_adapter, read_settin
 from darelib.models.pieces import count_used
 from darelib.models.source import Source
 from darelib.models.stated import STATED_KEY
-from darelib.models.tensorfile import TensorInfo, read_json
+from darelib.models.tensorfile import PICKLE_SUFFIXES, TensorInfo, convert_hint, read_json
 from darelib.models.translation import find_homes, name_originally
-from darelib.output.directory import card_name
+from darelib.output.directory import card_name, find_side_files
 from darelib.output.scratch import write_new_folder
 from darelib.output.tensors import Contents, encode_file, list_contents, write_tensors
 
@@ -184,6 +184,15 @@ def convert_to_original(old: Source, new: Path) -> tuple[int, list[str]]:
             )
         used = count_used(tensors.values())
         left_out = [name for name, info in model.tensors.items() if id(info) not in used]
+        side_files = find_side_files(model.folder)
+        pickles = [name for name in side_files if name.endswith(PICKLE_SUFFIXES)]
+        for name in pickles:
+            if name.startswith("vae/"):
+                raise DareError(
+                    f"{name!r} of {old.name!r} is a PyTorch pickle, not a safetensors file",
+                    convert_hint(side_files[name]),
+                )
+        left_out += pickles
         lost = [name for name in left_out if name.startswith(MAIN)]
         if lost:
             raise DareError(

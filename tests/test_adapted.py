@@ -167,7 +167,8 @@ def test_names_are_read_the_same_from_toml_and_written_so_that_they_can_be_read(
         ("tuned+nowhere", "there is no file or directory 'nowhere'"),
         ("tuned+on_tuned+on_base", "one adapter on top, not several"),
         ("tuned+baked_tuned", "'baked_tuned' is not an adapter that could be put on 'tuned'"),
-        ("on_tuned+on_base", "'on_tuned' is a LoRA adapter"),
+        ("on_tuned+on_base", "error: 'on_tuned' is a LoRA adapter, where a model is needed"),
+        ("packed+on_base", "error: 'packed' is a packed model, where a whole one is needed"),
         ("tuned+wider", "the adapter 'wider'"),
         ("tuned+elsewhere", "the adapter 'elsewhere' changes 'other.weight'"),
         ("whole+on_tuned", "'layer.weight' of 'whole' is I32"),
@@ -184,6 +185,7 @@ def test_what_does_not_fit_is_refused(
     integers = random_model() | {"layer.weight": torch.ones(37, 61, dtype=torch.int32)}
     save_directory(tmp_path / "whole", integers)
     monkeypatch.chdir(tmp_path)
+    run("pack", "-q", "-b", "base", "-m", "tuned", "-o", "packed", "--engine", "plain")
     status = 2 if "several" in words else 1
     refused(status, words, "-b", "base", "-m", given, "-o", "out")
     refused(status, words, "-b", given, "-m", "tuned", "-o", "out")

@@ -400,19 +400,24 @@ def test_a_folder_says_which_text_encoder_it_is(tmp_path: Path, capsys: Capture)
 
 
 @pytest.mark.parametrize(
-    ("module", "named"),
+    ("base", "module", "named"),
     [
-        ("unet/mid_block.proj_in", "lora_unet_mid_block_proj_in"),
-        ("text_encoder_2/text_model.fc", "lora_te2_text_model_fc"),
-        ("transformer_blocks.0.attn.to_q", "lora_transformer_transformer_blocks_0_attn_to_q"),
-        ("first_stage_model.decoder.conv_in", None),
+        ("sdxl", "unet/mid_block.proj_in", "lora_unet_mid_block_proj_in"),
+        ("sdxl", "text_encoder_2/text_model.fc", "lora_te2_text_model_fc"),
+        ("text_encoder", "text_model.fc", "lora_te_text_model_fc"),
+        ("text_encoder", "encoder.layers.0.fc", "lora_te_text_model_encoder_layers_0_fc"),
+        ("sdxl", "text_encoder/encoder.layers.0.fc", "lora_te_text_model_encoder_layers_0_fc"),
+        ("sdxl/text_encoder_2", "text_model.fc", "lora_te2_text_model_fc"),
+        ("text_encoder_3", "encoder.block.0.layer.0.fc", "lora_te3_encoder_block_0_layer_0_fc"),
+        (None, "transformer_blocks.0.to_q", "lora_transformer_transformer_blocks_0_to_q"),
+        (None, "first_stage_model.decoder.conv_in", None),
     ],
 )
 def test_adapters_of_pipelines_become_files_that_programs_load(
-    tmp_path: Path, refused: Refusal, module: str, named: str | None
+    tmp_path: Path, refused: Refusal, base: str | None, module: str, named: str | None
 ) -> None:
     pair = make_pair(f"base_model.model.{module}", (8, 6), PEFT)
-    folder = write_adapter(tmp_path / "adapter", pair)
+    folder = write_adapter(tmp_path / "adapter", pair, base_model_name_or_path=base)
     if named is None:
         refused(1, module, "convert", folder, tmp_path / OUT)
     else:

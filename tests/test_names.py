@@ -416,6 +416,7 @@ def test_a_text_encoder_has_its_names_with_and_without_a_prefix(tmp_path: Path) 
         ("one.safetensors", "new.safetensors", "has the names of original files already"),
         ("old", "new", "like new.safetensors"),
         ("other", "new.safetensors", "no original name is known for 'transformer/new.weight'"),
+        ("pickled", "new.safetensors", "'vae/diffusion_pytorch_model.bin' of"),
         ("old", "one.safetensors", "exists already"),
     ],
 )
@@ -428,8 +429,11 @@ def test_what_cannot_be_converted_is_refused(
     put_pipeline(tmp_path / "old", named)
     vae = {name: tensor for name, tensor in named.items() if name.startswith("vae/")}
     put_pipeline(tmp_path / "other", vae | {"transformer/new.weight": torch.ones(3)})
+    pickled = put_pipeline(tmp_path / "pickled", named) / "vae/diffusion_pytorch_model.safetensors"
+    pickled.rename(pickled.with_suffix(".bin"))
     before = snapshot(tmp_path)
-    run("convert", tmp_path / old, tmp_path / new, status=1 if old == "other" else 2)
+    status = 1 if old in ("other", "pickled") else 2
+    run("convert", tmp_path / old, tmp_path / new, status=status)
     assert words in capsys.readouterr().err
     assert snapshot(tmp_path) == before
 

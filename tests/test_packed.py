@@ -242,6 +242,16 @@ def test_dry_run_verify_and_resume_take_packed_models(
     run("verify", out)
 
 
+def test_figures_of_samples_stay_in_bounds(models: Models, tmp_path: Path, capsys: Capture) -> None:
+    """One model, packed twice: that all is the same in both is found in a few entries."""
+    one, *others = [pack(*models[:2], tmp_path / str(seed), "--seed", seed) for seed in range(6)]
+    for other in others:
+        run("analyze", "-b", models[0], "-m", one, other, "--json", *PLAIN)
+        (pair,) = json.loads(capsys.readouterr().out)["pairs"]
+        assert pair["cosine"] <= 1
+        assert pair["share_both"] <= 1
+
+
 def test_what_an_analysis_suggests_for_packed_models_merges(
     models: list[Path], tmp_path: Path
 ) -> None:

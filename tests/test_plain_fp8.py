@@ -145,7 +145,7 @@ def test_what_cannot_be_packed_can_be_converted_first(
     models = make_models(*dtypes)
     paths = save(tmp_path, base=models[0], math=models[1])
     out = tmp_path / "packed.safetensors"
-    words = ("quantised", "a merge with --dtype bfloat16 reads it", "--method passthrough")
+    words = ("quantised", "with --dtype bfloat16 or --keep-fp8 reads it", "--method passthrough")
     refused(1, words, "pack", "-b", paths[0], "-m", paths[1], "-o", out)
     plain = [tmp_path / f"plain{k}.safetensors" for k in range(2)]
     flags = ["-q", "--engine=plain", "--method=passthrough", "--dtype=bfloat16"]

@@ -26,9 +26,10 @@ from darelib.models.pairs import ALPHA
 from darelib.models.peft import PREFIX, describe_lora, find_adapter, read_settings, sort_keys
 from darelib.models.pieces import count_used
 from darelib.models.source import Source
-from darelib.models.tensorfile import TensorInfo, read_json
+from darelib.models.stated import STATED_KEY
+from darelib.models.tensorfile import PICKLE_SUFFIXES, TensorInfo, convert_hint, read_json
 from darelib.models.translation import find_homes, name_originally
-from darelib.output.directory import card_name
+from darelib.output.directory import card_name, find_side_files
 from darelib.output.scratch import write_new_folder
 from darelib.output.tensors import Contents, encode_file, list_contents, write_tensors
 
@@ -71,7 +72,8 @@ def convert_adapter(old: Source, new: Path, base: Source | None) -> int:
 
 def _name_for_kohya(adapter: Checkpoint) -> Contents:
     path = adapter.files[0].path.with_name(ADAPTER_CONFIG)
-    settings = read_settings(read_json(path, part_name(adapter.source, path)), adapter.name)
+    config = read_json(path, part_name(adapter.source, path))
+    settings = read_settings(config, adapter.name)
     pairs, whole = sort_keys(adapter.tensors, adapter.name)
     settings = settings.match(list(pairs), adapter.name)
     odd = [module for module, pair in pairs.items() if pair.is_embedding or pair.magnitudes]
@@ -83,7 +85,8 @@ def _name_for_kohya(adapter: Checkpoint) -> Contents:
             "merge it as it is",
         )
     contents: Contents = {}
-    for module, name in name_modules(pairs).items():
+    folder = Path(str(config.get(STATED_KEY))).name
+    for module, name in name_modules(pairs, folder).items():
         if f"{name}.{DOWN}" in contents:
             raise DareError(
                 f"two modules of {adapter.name!r} are {name!r} with underscores for dots",
@@ -183,6 +186,15 @@ def convert_to_original(old: Source, new: Path) -> tuple[int, list[str]]:
             )
         used = count_used(tensors.values())
         left_out = [name for name, info in model.tensors.items() if id(info) not in used]
+        side_files = find_side_files(model.folder)
+        pickles = [name for name in side_files if name.endswith(PICKLE_SUFFIXES)]
+        for name in pickles:
+            if name.startswith("vae/"):
+                raise DareError(
+                    f"{name!r} of {old.name!r} is a PyTorch pickle, not a safetensors file",
+                    convert_hint(side_files[name]),
+                )
+        left_out += pickles
         lost = [name for name in left_out if name.startswith(MAIN)]
         if lost:
             raise DareError(

@@ -53,8 +53,8 @@ DEFAULT_BLOCK: Final = (128, 128)  # where a configuration does not say
 SCALE_HINT: Final = "an F8_E4M3 weight needs a weight_scale or weight_scale_inv of F32 or BF16"
 # By type: what to do about a weight whose encoding is not known.
 UNREAD_HINTS: Final = {
-    dtype: "if nothing in its file looks like a scale, a merge with --dtype bfloat16 reads it, and "
-    f"with --method passthrough only converts it; {hint}"
+    dtype: "if nothing in its file looks like a scale, a merge with --dtype bfloat16 or --keep-fp8 "
+    f"reads it, and with --method passthrough only converts it; {hint}"
     for dtype, hint in ((FP8, f"{QUANTISE_HINT}; {SCALE_HINT}"), ("F8_E5M2", QUANTISE_HINT))
 }
 MAX_GROUP: Final = 1 << 24  # elements of a row of blocks, which is held in memory

@@ -80,7 +80,7 @@ class LoraAdapter(Checkpoint):
     def __init__(self, source: Source, layout: Layout, base: Checkpoint | None) -> None:
         if base is None:
             raise DareError(
-                f"the base {source.name!r} is a LoRA adapter",
+                f"{source.name!r} is a LoRA adapter, where a model is needed",
                 "give the model that it was trained on",
             )
         super().__init__(source, layout)

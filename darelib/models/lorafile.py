@@ -246,18 +246,19 @@ def _index_names(names: Collection[str]) -> dict[tuple[str, str], list[tuple[str
     return found
 
 
-def name_modules(modules: Collection[str]) -> dict[str, str]:
+def name_modules(modules: Collection[str], folder: str) -> dict[str, str]:
     """What a file of kohya's calls modules. Those of a transformer by diffusers' names have a
-    beginning of their own, without which loaders take them for original ones.
+    beginning of their own, without which loaders take them for original ones. folder: their base's.
     """
-    named = {module: _name_module(module.replace("/", ".", 1)) for module in modules}
+    start = f"{folder}." if folder in (FIRST_TEXT, *OTHER_TEXTS) else ""
+    named = {module: _name_module(start + module.replace("/", ".", 1)) for module in modules}
     if any(name.startswith(TRANSFORMER_BLOCKS) for name in named.values()):
         return {module: name.replace(*TRANSFORMER_KIND) for module, name in named.items()}
     return named
 
 
 def _name_module(module: str) -> str:
-    """A text encoder by itself is the only one."""
+    """A text encoder by itself is the only one, or the first."""
     component, name = _split_module(module)
     kinds = {component: kind for kind, component in reversed(KOHYA.items())}
     kind = kinds[component or "unet"]
@@ -265,4 +266,6 @@ def _name_module(module: str) -> str:
         kind = "lora_te_"
     elif module.startswith("conditioner.embedders.0."):
         kind = "lora_te1_"
+    if component in TEXT_PARTS and name.startswith("encoder.layers."):
+        name = TEXT_MODULES + name  # which new versions of transformers leave out
     return kind + name.replace(".", "_")

@@ -115,8 +115,8 @@ class PackedModel(Checkpoint):
     def __init__(self, source: Source, layout: Layout, base: Checkpoint | None) -> None:
         if base is None:
             raise DareError(
-                f"the base {source.name!r} is a packed model",
-                "give the model that it was packed against",
+                f"{source.name!r} is a packed model, where a whole one is needed",
+                "give the model that it was packed against, or the fine-tune itself",
             )
         super().__init__(source, layout)
         self._base = base

@@ -300,11 +300,12 @@ def compare_pair(
     """
     product, opposed, both, opposed_size, both_size, *own = map(float, figures)
     first, second, parameters = own
+    # A norm of 0 has no direction. What samples stand for may be a little too much.
+    cosine = product / math.sqrt(first) / math.sqrt(second) if first and second else 0.0
     return PairAnalysis(
         models=labels,
-        # A norm of 0 has no direction.
-        cosine=product / math.sqrt(first) / math.sqrt(second) if first and second else 0.0,
-        share_both=both / max(parameters, 1),
+        cosine=max(-1.0, min(1.0, cosine)),
+        share_both=min(1.0, both / max(parameters, 1)),
         sign_conflict=opposed / both if both else 0.0,
         weighted_sign_conflict=opposed_size / both_size if both_size else 0.0,
         shared_space=space,

@@ -2,6 +2,7 @@
 says what a rank loses."""
 
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from hypothesis import strategies as st
 import dare
 from dare import DareConfig, DareError
 from darelib.kernels.lowrank import approximate
+from darelib.plan.plan import Job
+from darelib.run import matrices
+from darelib.run.rounds import run_rounds
 from tests.support import (
     F32,
     FAMILIES,
@@ -230,7 +234,14 @@ def test_each_method_gives_the_best_product_of_its_merged_change(
         assert torch.equal(norm, whole["layers.0.norm.weight"])
 
 
-def test_a_share_of_the_energy_gives_each_matrix_the_rank_that_it_needs(tmp_path: Path) -> None:
+def run_backwards(rounds: Iterable[Iterator[Job]], *rest: Any) -> None:
+    run_rounds((reversed(list(jobs)) for jobs in rounds), *rest)
+
+
+def test_a_share_of_the_energy_gives_each_matrix_the_rank_that_it_needs(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """In whichever order models are given, and matrices looked at."""
     base, [one, other, tuned], _ = make_inputs(tmp_path)
     for k, models in enumerate(([one, other], [one, tuned])):
         how: dict[str, Any] = {"drop_rate": 0.0}
@@ -244,6 +255,11 @@ def test_a_share_of_the_energy_gives_each_matrix_the_rank_that_it_needs(tmp_path
             assert len(made) == wanted
         assert min(report.adapter.tensors.values()) >= 0.8 - 1e-6
         assert make_merger(base, models, adapter_rank=0.8, **how).verify(tmp_path / f"o{k}")
+        with monkeypatch.context() as patch:
+            patch.setattr(matrices, "run_rounds", run_backwards)
+            run_merge(base, models[::-1], tmp_path / f"b{k}", adapter_rank=0.8, **how)
+        one, other = (tmp_path / f"{name}{k}" / "adapter_config.json" for name in "ob")
+        assert one.read_bytes() == other.read_bytes()
 
 
 def test_what_did_not_change_is_not_in_it_and_what_is_no_matrix_may_be_left_out(

@@ -211,10 +211,10 @@ def test_each_method_gives_the_best_product_of_its_merged_change(
     """Of adapters, fine-tunes and packed models, in any mixture."""
     base, [one, _, tuned], _ = make_inputs(tmp_path)
     run("pack", "--base", base, "--merge", tuned, "--drop-rate", "0.5", "--seed", "43",
-        "--output", tmp_path / "p.safetensors", "-q")  # fmt: skip
+        "--output", tmp_path / "p.safetensors", "-q", "--engine", "plain")  # fmt: skip
     for models in ([one, tuned], [one, tmp_path / "p.safetensors"]):
         rate = 0.5 if "p.safe" in str(models[1]) else dropped
-        how: dict[str, Any] = {"drop_rate": rate, "method": method}
+        how: dict[str, Any] = {"drop_rate": rate, "method": method, "engine": "plain"}
         make_merger(base, models, **how).merge(tmp_path / "merged", force=True)
         merger = make_merger(base, models, adapter_rank=6, **how)
         report = merger.merge(tmp_path / "out", force=True)

@@ -79,8 +79,8 @@ def make_three(dtype: torch.dtype, shapes: dict[str, tuple[int, ...]] = SHAPES) 
     [
         ("plain", BF16, 5e-3),
         ("plain", F32, 1e-6),
-        ("plain", F64, 1e-12),
-        ("plain", F16, 1e-3),
+        slow("plain", F64, 1e-12),
+        slow("plain", F16, 1e-3),
         slow("numba", BF16, 5e-3),
     ],
 )

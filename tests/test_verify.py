@@ -131,7 +131,7 @@ def test_what_no_loader_reads_may_be_added_and_edited(tmp_path: Path, verify: An
     assert "'README.md'" in verify(scene.output)
 
 
-@pytest.mark.parametrize("kind", ["file", "directory"])
+@pytest.mark.parametrize("kind", ["file", slow("directory")])
 @pytest.mark.parametrize("method", ["linear", "ties --keep-ratio 0.3", "slerp"])
 def test_the_first_tensor_that_differs_is_named(
     tmp_path: Path, verify: Any, kind: str, method: str

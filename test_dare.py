@@ -563,6 +563,12 @@ def test_help_names_every_setting_and_each_flag_has_its_key_in_toml(capsys: Capt
     assert printed - set(own.split()) == keys - set(own.split())
 
 
+def test_the_version_is_printed(capsys: Capture) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        dare.main(["--version"])
+    assert capsys.readouterr().out == f"dare {dare.__version__}\n"
+
+
 def test_flags_beat_toml_and_toml_beats_defaults(example: Path, tmp_path: Path) -> None:
     text = example.read_text().replace("drop_rate = 0.9", "drop_rate = 0.5")
     example.write_text(text.replace("seed = 42", "seed = 7"))

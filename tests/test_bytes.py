@@ -575,7 +575,11 @@ OTHER = {
     for name in CASES
     if not name.startswith("memory")
 }
-BOTH = [*USUAL.items(), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in OTHER.items())]
+LONG = [*OTHER.items(), *(pair for pair in USUAL.items() if "memory: large" in pair[0])]
+BOTH = [
+    *(pair for pair in USUAL.items() if pair not in LONG),
+    *(pytest.param(*pair, marks=pytest.mark.slow) for pair in LONG),
+]
 
 
 @pytest.mark.parametrize(("name", "engine"), BOTH)

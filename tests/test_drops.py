@@ -214,7 +214,7 @@ def make_tensors(
     [
         ("plain", (BF16, BF16)),
         slow("numba", (BF16, BF16)),
-        ("cpu", (BF16, BF16)),
+        slow("cpu", (BF16, BF16)),
         pytest.param("cuda", (BF16, BF16), marks=DEVICES[1].marks),
         *map(slow, ("plain",) * 4, ((F32, F32), (F64, F64), (F32, F64), (BF16, F32))),
         *map(slow, ("cpu",) * 4, ((F32, F32), (F64, F64), (BF16, F32), (F32, F64))),

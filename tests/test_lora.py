@@ -427,7 +427,7 @@ def test_without_a_base_adapters_that_name_none_that_is_here_are_refused(
         ("aa", {}, "--bake"),
         ("am", {}, "--drop-rate 0 0.9 --weights 1 0.5"),
         ("aa", {"drop_rate": 0.5}, "--weights 1 1"),
-        ("aa", {"method": "ties"}, "--drop-rate 0"),
+        ("aa", {"method": "ties", "engine": "plain"}, "--drop-rate 0"),
         ("aa", {"weights": [0.7, 0.4]}, "--bake"),
         ("aa", {"drop_rate": 0.0, "normalize": True}, ""),
         ("a", {"drop_rate": 0.8}, ""),

@@ -32,6 +32,7 @@ from tests.support import (
     run,
     run_merge,
     same_bits,
+    slow,
     tune,
     write_config,
 )
@@ -183,7 +184,7 @@ def test_trim_finds_the_exact_threshold_of_any_tensor(
     )
 
 
-@pytest.mark.parametrize(("chunk", "threads"), [(1024, 7), (4096, 2), (1 << 15, 3)])
+@pytest.mark.parametrize(("chunk", "threads"), [(1024, 7), slow(4096, 2), (1 << 15, 3)])
 @pytest.mark.parametrize("config", METHODS, ids=str)
 def test_every_method_gives_the_same_bytes_on_any_threads_and_chunks(
     tmp_path: Path, config: Config, chunk: Any, threads: int

@@ -226,7 +226,8 @@ def test_what_is_made_of_pieces_is_read_like_what_is_stored(tmp_path: Path, kind
     if kind == "packed":
         for model in models:
             packed = tmp_path / f"packed-{model.name}"
-            run("pack", "-q", "-b", base, "-m", model, "-o", packed, "--drop-rate", 0.5)
+            words = ["-b", base, "-m", model, "-o", packed, "--drop-rate", 0.5]
+            run("pack", "-q", *words, "--engine=plain")
         models = [tmp_path / f"packed-{model.name}" for model in models]
     out = tmp_path / "out.safetensors"
     outputs = [merge_paths(base, [m], out, drop_rate=0.5, engine="plain") for m in models]

@@ -63,11 +63,11 @@ def write_code(wrong: str, name: str) -> str:
     return WRONG[wrong][0].format(f"define i32 @{name}({ARGUMENTS})")
 
 
-@pytest.fixture(params=[*list(WRONG)[:2], *map(slow, list(WRONG)[2:])])
-def house(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
-    """A copy of the program beside a compiler that makes something wrong."""
-    folder = copy_house(tmp_path)
-    (folder / "numba").mkdir()
+@pytest.fixture(params=["the bits", slow("a symbol"), slow("a crash")])
+def compiler(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
+    """A folder with a compiler that makes something wrong, and what that is."""
+    folder = tmp_path / "compilers"
+    (folder / "numba").mkdir(parents=True)
     (folder / "numba" / "_version.py").write_text(f"# {request.param}")
     (folder / "numba" / "extending.py").write_text("intrinsic = lambda function: function")
     (folder / "numba" / "__init__.py").write_text(
@@ -84,17 +84,19 @@ def copy_house(folder: Path) -> Path:
     return folder / "house"
 
 
-def merge_in(house: Path, models: list[Path], *flags: str) -> subprocess.CompletedProcess[str]:
-    kernels = str(house.parent / "kernels")
-    environment = {**os.environ, "NUMBA_CACHE_DIR": kernels, "PYTHONDONTWRITEBYTECODE": "1"}
+def merge_in(folder: Path, models: list[Path], *flags: str) -> subprocess.CompletedProcess[str]:
+    """Merge with the compiler, or by the program, that is in a folder."""
+    kernels = str(folder.parent / "kernels")
+    own = {"NUMBA_CACHE_DIR": kernels, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(folder)}
     words = ["-q", "-b", models[0], "-m", *models[1:], "-o", models[0].with_name(OUT), *flags]
-    return command(*words, program=house / "dare.py", env=environment)
+    home = folder if (folder / "dare.py").exists() else HERE
+    return command(*words, program=home / "dare.py", env=os.environ | own)
 
 
 def test_a_kernel_that_is_wrong_is_not_used_and_the_result_is_right(
-    house: tuple[Path, str], models: Models, tmp_path: Path
+    compiler: tuple[Path, str], models: Models, tmp_path: Path
 ) -> None:
-    folder, wrong = house
+    folder, wrong = compiler
     before = snapshot(tmp_path)
     done = merge_in(folder, models, "--engine", "numba")
     assert (done.returncode, snapshot(tmp_path)) == (1, before)
@@ -175,6 +177,9 @@ def test_what_failed_once_is_not_tried_again_by_the_same_process(monkeypatch: Pa
         ),
         ("near", "tiles", "min(share, real(1))", "share"),
         ("boost", "tiles", "row[j] != 0 and chunk.left[j] == 1", "row[j] != 0"),
+        ("fuse", "tiles", "if abs(value) >= scale", "if value >= scale"),
+        ("fuse", "tiles", "scale * real(by_entry[j])", "real(by_entry[j])"),
+        ("fuse", "tiles", "[tile * TILE : (tile + 1) * TILE]\n    scale", "\n    scale"),
         ("variance", "tiles", "if chunk.right[j] > 0:", "if chunk.right[j] >= 0:"),
         ("squares", "tiles", "row[j] if variance[j] >= bound else real(0)", "row[j]"),
         ("diverge", "tiles", "found[row] = 0 if total < 0 else total", "found[row] = total + 1e-9"),

@@ -714,32 +714,35 @@ def alter(change: str) -> Callable[[Path], None]:
     return apply
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        cut,
-        lambda study: study.write_text("no database"),
-        alter("update study_user_attributes set value_json = '{' where key = 'base'"),
-        alter("""update study_user_attributes set value_json = '"abc"' where key = 'base'"""),
-        alter("update study_user_attributes set value_json = '[1, 2]' where key = 'base'"),
-        alter("update trial_params set param_name = 'other'"),
-        alter("update trial_params set distribution_json = '{}'"),
-        alter("drop table trial_values"),
-        alter("delete from study_user_attributes"),
-    ],
-)
+DAMAGES: list[Callable[[Path], Any]] = [
+    cut,
+    lambda study: study.write_text("no database"),
+    alter("update study_user_attributes set value_json = '{' where key = 'base'"),
+    alter("""update study_user_attributes set value_json = '"abc"' where key = 'base'"""),
+    alter("update study_user_attributes set value_json = '[1, 2]' where key = 'base'"),
+    alter("update trial_params set param_name = 'other'"),
+    alter("update trial_params set distribution_json = '{}'"),
+    alter("drop table trial_values"),
+    alter("delete from study_user_attributes"),
+]
+
+
 def test_a_damaged_study_or_that_of_another_tool_is_refused(
-    tmp_path: Path, capsys: Capture, damage: Callable[[Path], None]
+    tmp_path: Path, capsys: Capture
 ) -> None:
     flags = ["--vary", "drop_rate={low=0.1,high=0.9}", "--confirm", "0", "--study", "mine"]
     flags = command(*flags, "--trials")
     run(*flags, "2")
-    damage(Path("config_sweep.db"))
-    capsys.readouterr()
-    assert dare.main([*flags, "3"]) in (1, 2)
-    printed = capsys.readouterr().err
-    assert "this is a bug" not in printed, printed
-    assert ("the study" in printed, list(tmp_path.glob(".sweep-*"))) == (True, [])
+    study = Path("config_sweep.db")
+    sound = study.read_bytes()
+    for damage in DAMAGES:
+        study.write_bytes(sound)
+        damage(study)
+        capsys.readouterr()
+        assert dare.main([*flags, "3"]) in (1, 2)
+        printed = capsys.readouterr().err
+        assert "this is a bug" not in printed, printed
+        assert ("the study" in printed, list(tmp_path.glob(".sweep-*"))) == (True, [])
 
 
 def test_a_sweep_leaves_the_process_as_it_was(monkeypatch: Patch) -> None:

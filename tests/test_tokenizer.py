@@ -12,6 +12,7 @@ from dare import DareConfig, DareMerger
 from tests.support import (
     BF16,
     F32,
+    LLAMA,
     Capture,
     Config,
     Models,
@@ -138,6 +139,31 @@ def test_rows_of_added_tokens_are_neither_dropped_nor_scaled(
     for name in (EMBEDDING, HEAD):
         shared = (chat[name][11].float() + tool[name][10].float()) / 2
         assert same_bits(merged[name][10:12], torch.stack([chat[name][10], shared.to(BF16)]))
+
+
+@pytest.mark.slow  # importing transformers takes longer than most of the suite
+@pytest.mark.parametrize("tied", [True, False])
+def test_transformers_loads_a_union_whose_tokens_have_the_rows_of_their_models(
+    tmp_path: Path, tied: bool
+) -> None:
+    import transformers
+
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    tokens = {"base": {"<s>": 8}, "chat": {"<s>": 8, "<a>": 9}, "tool": {"<b>": 8, "<s>": 9}}
+    config = transformers.LlamaConfig(**LLAMA | {"vocab_size": 10, "tie_word_embeddings": tied})
+    for name, added in tokens.items():
+        transformers.LlamaForCausalLM(config).to(BF16).save_pretrained(tmp_path / name)
+        write_tokenizer(tmp_path / name, added)
+    output, _ = merge([tmp_path / name for name in tokens])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(output)
+    model, info = load(output, output_loading_info=True)
+    assert not any(info.values()), info
+    for token, name, row in (("<a>", "chat", 9), ("<b>", "tool", 8)):
+        [number] = tokenizer.encode(token, add_special_tokens=False)
+        for part in ("get_input_embeddings", "get_output_embeddings"):
+            mine, theirs = (getattr(each, part)().weight for each in (model, load(tmp_path / name)))
+            assert mine.shape == (len(tokenizer), LLAMA["hidden_size"])
+            assert same_bits(mine.detach()[number], theirs.detach()[row])
 
 
 def test_models_of_other_types_and_heads_that_are_tied_unite_too(family: Models) -> None:

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import itertools
 import json
+import signal
 import struct
 import tomllib
 from pathlib import Path
@@ -130,7 +131,7 @@ def test_what_no_loader_reads_may_be_added_and_edited(tmp_path: Path, verify: An
     assert "'README.md'" in verify(scene.output)
 
 
-@pytest.mark.parametrize("kind", ["file", "directory"])
+@pytest.mark.parametrize("kind", ["file", slow("directory")])
 @pytest.mark.parametrize("method", ["linear", "ties --keep-ratio 0.3", "slerp"])
 def test_the_first_tensor_that_differs_is_named(
     tmp_path: Path, verify: Any, kind: str, method: str
@@ -250,6 +251,18 @@ def test_a_disk_that_fails_under_a_merged_model_is_an_error_about_that_model(
         Mock(side_effect=OSError(errno.EIO, "Input/output error")),
     )
     verify(scene.output, words=f"cannot read {str(scene.output)!r}: Input/output error")
+
+
+def test_an_interrupt_stops_a_verification_in_one_line(
+    tmp_path: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
+    scene = make_merged(tmp_path, "file")
+    monkeypatch.setattr(
+        "darelib.commands.verify.Comparison.check_side_files",
+        lambda _: signal.raise_signal(signal.SIGINT),
+    )
+    run("verify", scene.output, *scene.models, status=130)
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_what_has_no_recipe_is_not_verified(tmp_path: Path, refused: Refusal, verify: Any) -> None:

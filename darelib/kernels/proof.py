@@ -107,6 +107,8 @@ CASES: Final[Mapping[str, Sequence[Case]]] = {
         ([{**model, "weight": 0.1 + 0.1 * k} for k, model in enumerate(models)], tensor, broken)
         for models, tensor, broken in MERGES
     ],
+    # Floors on either side of what is merged.
+    "fuse": [(models, {**tensor, "bound": 0.5}, broken) for models, tensor, broken in MERGES],
     "overlap": [((*DENSE, TRIMMED), {}, False), ((TRIMMED, DROPPED), {}, False)],
 }
 # What kernels find, of each model or of the tensor; and whether in the output.

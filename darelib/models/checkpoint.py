@@ -232,7 +232,7 @@ class Checkpoint(Input):
         way through them.
         """
         stored = sorted(
-            (name, info)
+            (name, info.nbytes, info)
             for file in self.files
             for name, info in file.tensors.items()
             if info.nbytes
@@ -241,9 +241,9 @@ class Checkpoint(Input):
         page = bytearray(PAGE_BYTES)
         for k in range(PAGES if stored else 0):
             number, rest = divmod(k * len(stored), PAGES)
-            info = stored[number][1]
-            view = memoryview(page)[: min(PAGE_BYTES, info.nbytes)]
-            self.read_bytes(view, info, (info.nbytes - len(view)) * rest // PAGES)
+            _, size, info = stored[number]
+            view = memoryview(page)[:size]
+            self.read_bytes(view, info, (size - len(view)) * rest // PAGES)
             digest.update(view)
         return digest.hexdigest()
 

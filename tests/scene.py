@@ -240,7 +240,8 @@ from darelib.output.files import Files
 note = Files.note
 def hold(*arguments):
     note(*arguments)
-    while not os.path.exists(os.environ["GO"]):
+    end = time.monotonic() + 60
+    while not os.path.exists(os.environ["GO"]) and time.monotonic() < end:
         time.sleep(0.01)
 Files.note = hold
 TUNING.journal_seconds = 0.01

@@ -194,7 +194,7 @@ def test_the_same_command_goes_on_with_its_study(capsys: Capture) -> None:
     run(*flags, "3")
     first = calls()
     assert len(first) == 1 + 3 + 3 * 3 + 1
-    run(*flags, "3")
+    run(*flags, "3", "--storage", "sqlite:///config_sweep.db?timeout=20")
     assert calls() == first, "nothing is scored again"
     run(*flags, "5", "--json")
     printed = capsys.readouterr()

@@ -162,7 +162,7 @@ def warn_once() -> Iterator[None]:
 
 def is_new_file(storage: str | None) -> bool:
     """Whether a study would be the first in its file, which can be made."""
-    path = Path((storage or "").partition("sqlite:///")[2])
+    path = Path((storage or "").partition("sqlite:///")[2].partition("?")[0])
     return path.parent.is_dir() and not path.exists()
 
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from dare import DareConfig, DareError, dare_merge, dare_sweep
-from darelib.kernels import matrices, plain
+from darelib.kernels import matrix_engine
+from darelib.methods import wudi
 from tests.conftest import Capture, Patch
 from tests.support import (
     BF16,
@@ -132,11 +133,11 @@ def test_matrices_are_solved_as_defined_in_any_blocks(
     generator = np.random.default_rng(seed)
     deltas = [generator.normal(size=(rows, columns)) for _ in range(count)]
     weights = generator.dirichlet(np.ones(count)).tolist()
-    settings = DareConfig(method="wudi", ridge=0.1).general(max(count, 2))
-    wanted = plain.merge_matrices(deltas, weights, 0.1, settings.norm_limit)
+    options = {"ridge": 0.1, "norm_limit": 1.5}
+    wanted = wudi.define(deltas, weights, options)
     sizes = {"BLOCK_SIDE": block, "PRODUCT_SIDE": product}
-    with mock.patch.multiple(matrices, **sizes):
-        found = matrices.merge_matrices([d.copy() for d in deltas], weights, settings, True)
+    with mock.patch.multiple(wudi, **sizes):
+        found = wudi.merge_matrices([d.copy() for d in deltas], weights, options, True)
     assert np.linalg.norm(found - wanted) < 1e-9 * np.linalg.norm(wanted)
 
 
@@ -199,7 +200,7 @@ def test_a_resumed_merge_gives_the_same_bytes(tmp_path: Path, monkeypatch: Patch
     flags = ["-q", "-b", paths[0], "-m", *paths[1:], "--method", "wudi", "--drop-rate", "0.3"]
     run(*flags, "-o", tmp_path / "whole")
     solved = []
-    merge_one = matrices.MatrixEngine.merge
+    merge_one = matrix_engine.MatrixEngine.merge
 
     def fail(self: Any, *arguments: Any, **named: Any) -> Any:
         solved.append(1)
@@ -208,7 +209,7 @@ def test_a_resumed_merge_gives_the_same_bytes(tmp_path: Path, monkeypatch: Patch
         return merge_one(self, *arguments, **named)
 
     tune(matrix_elements=1, journal_seconds=0.0, flush_seconds=0.0)
-    monkeypatch.setattr(matrices.MatrixEngine, "merge", fail)
+    monkeypatch.setattr(matrix_engine.MatrixEngine, "merge", fail)
     run(*flags, "-o", tmp_path / "again", "--resume", status=1)
     run(*flags, "-o", tmp_path / "again", "--resume")
     assert 10 < len(solved) < 15, "nothing was continued"
@@ -314,8 +315,8 @@ def test_a_dry_run_knows_what_matrices_take(tmp_path: Path) -> None:
 def test_a_search_in_memory_solves_once_for_all_lambdas(monkeypatch: Patch) -> None:
     base, *models = make_three(F32, {"a.weight": (30, 20), "b.weight": (20, 30)})
     solved = []
-    solve = matrices.solve
-    monkeypatch.setattr(matrices, "solve", lambda *given: solved.append(1) or solve(*given))
+    solve = wudi.solve
+    monkeypatch.setattr(wudi, "solve", lambda *given: solved.append(1) or solve(*given))
 
     def score(state: Tensors) -> float:
         return float((state["a.weight"] - base["a.weight"]).norm())
@@ -339,8 +340,8 @@ def test_files_are_merged_by_torch_where_there_is_a_gpu(
     config = {"method": "wudi", "drop_rate": 0}
     report = run_merge(paths[0], paths[1:], out, **config)
     # The processor stands in for the GPU.
-    monkeypatch.setattr(matrices.MatrixEngine, "device", "cpu")
-    monkeypatch.setattr(matrices, "load_gpu", lambda: torch)
+    monkeypatch.setattr(matrix_engine.MatrixEngine, "device", "cpu")
+    monkeypatch.setattr(matrix_engine, "load_gpu", lambda: torch)
     for more in ({"drop_rate": 0.5}, {}):
         again = run_merge(paths[0], paths[1:], out, **config | more)
         usual = define(base, models, **config | more)
@@ -392,7 +393,7 @@ def test_an_analysis_says_whether_changes_lie_in_the_same_space(tmp_path: Path) 
 
 
 def test_long_matrices_are_solved_from_the_shorter_side(tmp_path: Path, monkeypatch: Patch) -> None:
-    for room in ("core.matrices", "kernels.matrices", "kernels.plain"):
+    for room in ("core.matrices", "methods.wudi"):
         monkeypatch.setattr(f"darelib.{room}.LONGEST_SIDE", 50)
     base, *models = make_three(F32, {"a.weight": (90, 20), "b.weight": (20, 90), "c": (60, 70)})
     config = {"method": "wudi", "drop_rate": 0}

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from dare import ConfigError, DareConfig, DareMerger
 from darelib.commands.sweep.space import Space
 from darelib.config import PER_MODEL, RULE_SETTINGS, SWEEP_SETTINGS
-from darelib.core.methods import METHODS
+from darelib.methods import METHODS
 from tests.support import Capture, Models, Refusal, examples, run, write_config
 
 

@@ -12,9 +12,9 @@ from typing import Any, Final, Protocol, TypeAlias
 
 from darelib.config import DareConfig
 from darelib.core.drops import DROPS
-from darelib.core.methods import METHODS
-from darelib.core.settings import BASE, ZERO
 from darelib.core.text import LOG, ConfigError, nearest, print_result
+from darelib.methods import METHODS
+from darelib.methods.settings import BASE, ZERO
 from darelib.models.stated import BASE_HINT
 from darelib.models.templates import TEMPLATES
 from darelib.requests.readers import YAML_SUFFIXES, load_request

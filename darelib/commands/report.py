@@ -14,10 +14,10 @@ from darelib.config import TENSOR_SETTINGS, DareConfig, Rule, as_toml
 from darelib.core.drops import DROPS, EXPECTATION, RANDOM
 from darelib.core.interrupts import Interrupts
 from darelib.core.mask import MASK_BITS
-from darelib.core.methods import METHODS
 from darelib.core.text import LISTED, clip, count_of, duration, human, printable, table
 from darelib.core.tuning import TUNING
 from darelib.kernels.records import Buffers
+from darelib.methods import METHODS
 from darelib.models.checkpoint import Checkpoint
 from darelib.output.adapter import AdapterPlan, is_share
 from darelib.output.prepare import FilePlan

@@ -33,17 +33,10 @@ from darelib.config.settings import (
 from darelib.core.drops import DROP_SETTINGS, DROPS, EXPECTATION, L1, NONE, RANDOM, Drop, Thinning
 from darelib.core.formats import SHORT_DTYPES
 from darelib.core.matrices import find_matrices
-from darelib.core.methods import (
-    LINEAR,
-    METHOD_NUMBERS,
-    METHOD_SETTINGS,
-    METHODS,
-    Method,
-    choose_method,
-    sum_weights,
-)
-from darelib.core.settings import ZERO, TensorSettings
 from darelib.core.text import ConfigError
+from darelib.methods import DEFAULT, METHOD_NUMBERS, METHOD_SETTINGS, METHODS, choose_method
+from darelib.methods.method import Method, sum_weights
+from darelib.methods.settings import ZERO, TensorSettings
 
 __all__ = [
     "CHECKS",
@@ -208,7 +201,11 @@ class Scope:
             normalize=normalize,
             lambda_coeff=0.0 if are_zero else float(values["lambda_coeff"]),
             origin=values.get("origin", method.origin),
-            **{name: float(values[name]) for name in METHOD_NUMBERS if name in values},
+            options={
+                name: float(values.get(name, default))
+                for name, default in method.settings.items()
+                if default is not None
+            },
         )
 
 
@@ -220,7 +217,7 @@ class DareConfig(Settings):
     and a flag of the command.
     """
 
-    method: str = LINEAR
+    method: str = DEFAULT
     drop_rate: Number | Sequence[Number] = 0.9
     drop: str | Sequence[str] = RANDOM
     lambda_coeff: Number = 1.0
@@ -360,18 +357,17 @@ class DareConfig(Settings):
         rescale: Any = rescales.pop() if len(rescales) == 1 else None  # None: each drop's own
         if self._drops == {RANDOM}:
             rescale = {EXPECTATION: True, NONE: False}.get(rescale, rescale)
-        defaults = {
-            name: getattr(TensorSettings, name) for name in METHOD_NUMBERS if name != "keep_ratio"
-        }
+        numbers = {name: value for name, value in method.settings.items() if value is not None}
+        defaults = {name: value for name, value in numbers.items() if name != "keep_ratio"}
         chosen: dict[str, Any] = {
             "method": self.method,
             "drop_rate": as_toml(self.drop_rate),
             "seed": self.seed,
             "lambda_coeff": as_toml(self.lambda_coeff),
             **({} if rescale is None else {"rescale": rescale}),
-            **{name: value for name, value in defaults.items() if name in method.settings},
+            **defaults,
         }
-        optional = (*defaults, "origin", "weights", "rescale_q", "keep_ratio", "dtype")
+        optional = (*METHOD_NUMBERS, "origin", "weights", "rescale_q", "dtype")
         optional += (*DROP_SETTINGS, "adapter_rank", "adapter_rest", "components", "part_of")
         is_written = {name: getattr(self, name) is not None for name in optional} | {
             "drop": set(self._scopes[""].drops) != {RANDOM},

@@ -16,9 +16,9 @@ from typing import Any, Final, TypeAlias, TypeGuard
 
 from darelib.core.drops import DROPS, RESCALES
 from darelib.core.formats import DTYPES, SHORT_DTYPES
-from darelib.core.methods import METHODS
-from darelib.core.settings import BASE, ZERO
 from darelib.core.text import ConfigError, as_text, nearest
+from darelib.methods import METHODS
+from darelib.methods.settings import BASE, ZERO
 
 SIZE_UNITS: Final = {"": 1, "B": 1} | {
     f"{letter}{ending}": base**power

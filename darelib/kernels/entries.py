@@ -8,9 +8,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from darelib.core.looks import LEAST_SHARE
-from darelib.core.methods import Coefficients
-from darelib.kernels.arrays import Array, library
+from darelib.core.arrays import Array, library
+from darelib.methods.method import Coefficients
+from darelib.methods.sce import LEAST_SHARE
 
 Combiner = Callable[[Array, Sequence[Array], Coefficients, Any], Array]
 

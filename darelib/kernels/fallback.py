@@ -7,15 +7,15 @@ from typing import Any, Final
 
 import numpy as np
 
+from darelib.core.arrays import Array, add_up, fold_tiles
 from darelib.core.drops import Bounds
 from darelib.core.formats import DIGIT_BITS, FORMATS
 from darelib.core.interrupts import Interrupts
-from darelib.core.looks import PREFIXES
 from darelib.core.mask import KEEP_ALL, TILE
-from darelib.core.methods import Coefficients
 from darelib.kernels import Kernel, KernelSpec, entries, plain
-from darelib.kernels.arrays import Array, add_up, fold_tiles
 from darelib.kernels.records import BINS, FIRST_BIN, MERGES, Buffers
+from darelib.methods.looks import PREFIXES
+from darelib.methods.method import Coefficients
 
 
 def load_kernels(specs: Collection[KernelSpec], interrupts: Interrupts) -> dict[KernelSpec, Kernel]:

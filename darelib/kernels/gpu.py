@@ -17,10 +17,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 
 from darelib.core.formats import DTYPES, FORMATS
-from darelib.core.looks import ArcLook, Found, TrimLook
 from darelib.core.mask import TILE, mask_key
-from darelib.core.methods import METHODS, Coefficients, choose_looks, returns_model, weigh_for_look
-from darelib.core.settings import TensorSettings
 from darelib.kernels.gpu_kernels import (
     BINS,
     COPIES,
@@ -32,6 +29,10 @@ from darelib.kernels.gpu_kernels import (
     merge_kernel,
     products_kernel,
 )
+from darelib.methods import METHODS, choose_looks, returns_model
+from darelib.methods.looks import ArcLook, Found, TrimLook
+from darelib.methods.method import Coefficients, weigh_for_look
+from darelib.methods.settings import TensorSettings
 
 Array = NDArray[Any]
 Tensor = torch.Tensor
@@ -226,7 +227,7 @@ class Batch:
 
     def _find_floors(self) -> Tensor:
         """The smallest |delta| that trim keeps, for each tensor and model."""
-        kept = [self.columns.settings[row].keep_ratio for row in self.rows]
+        kept = [self.columns.settings[row].options["keep_ratio"] for row in self.rows]
         ratios = self._upload(np.repeat(kept, len(self.columns.models)))
         prefixes = ranks = torch.zeros(len(ratios), dtype=torch.int64, device=self.device)
         shape = (len(ratios), COPIES.value, BINS.value)

@@ -16,7 +16,7 @@ from darelib.kernels import EngineUnavailable, KernelSpec
 # What the machine code and its proof depend on; an edit elsewhere recompiles nothing.
 SOURCES: Final = (
     "kernels/__init__.py",
-    "kernels/arrays.py",
+    "core/arrays.py",
     "kernels/cpu.py",
     "kernels/entries.py",
     "kernels/fallback.py",

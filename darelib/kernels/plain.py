@@ -12,31 +12,30 @@ from typing import Final
 
 import numpy as np
 
+from darelib.core.arrays import Array, add_up, library
 from darelib.core.drops import Bounds, End, Thinning
 from darelib.core.formats import FORMATS, widen
-from darelib.core.looks import (
+from darelib.core.mask import MASK_BITS, ROUNDS, TILE, mask_key
+from darelib.core.matrices import Matrices, find_matrices
+from darelib.kernels import entries
+from darelib.methods import METHODS, choose_looks, returns_model
+from darelib.methods.fusion import DivergenceLook, ImportanceLook
+from darelib.methods.looks import (
     ArcLook,
     BoundsLook,
     ChunkLook,
-    DivergenceLook,
     Found,
     GramLook,
-    ImportanceLook,
     Look,
     MatrixLook,
-    OverlapLook,
-    SquaresLook,
     SumsLook,
     TrimLook,
-    VarianceLook,
     fold_columns,
 )
-from darelib.core.mask import MASK_BITS, ROUNDS, TILE, mask_key
-from darelib.core.matrices import LONGEST_SIDE, Matrices, find_matrices
-from darelib.core.methods import METHODS, Coefficients, choose_looks, returns_model, weigh_for_look
-from darelib.core.settings import ZERO, TensorSettings
-from darelib.kernels import entries
-from darelib.kernels.arrays import Array, add_up, library
+from darelib.methods.method import Coefficients, weigh_for_look
+from darelib.methods.ramplus import OverlapLook
+from darelib.methods.sce import SquaresLook, VarianceLook
+from darelib.methods.settings import ZERO, TensorSettings
 
 # A model's delta, what is kept of it, and what each entry is divided by.
 Part = tuple[Array, Array, Array | None]
@@ -307,7 +306,8 @@ def sum_squares(look: Look, _: Array, parts: Mapping[int, Part]) -> Sums:
 
 
 def sum_changes(look: Look, _: Array, parts: Mapping[int, Part]) -> Sums:
-    rows = thin_for_look(look.settings, parts, look.found, look.settings.threshold).values()
+    least = look.settings.options["threshold"]
+    rows = thin_for_look(look.settings, parts, look.found, least).values()
     return tuple(entries.count_overlap(list(rows)).T.ravel().tolist())
 
 
@@ -354,33 +354,11 @@ def look_up(
 # --- matrices -------------------------------------------------------------------------------------
 
 
-def merge_matrices(
-    deltas: Sequence[Array], weights: Sequence[float], ridge: float, norm_limit: float
-) -> Array:
-    """Wudi: the merged delta of one matrix, in float64. Deltas may be of 0 only.
-
-    The mean of what the definition gives from the columns' side and from the rows' side, times what
-    makes its projections on the deltas 1 in the mean, within a limit of its size.
-    """
-    wide = [np.asarray(delta, dtype=np.float64) for delta in deltas]
-    sides = []
-    if wide[0].shape[1] <= LONGEST_SIDE:
-        sides.append(solve_columns(wide, weights, ridge))
-    if wide[0].shape[0] <= LONGEST_SIDE:
-        sides.append(solve_columns([delta.T for delta in wide], weights, ridge).T)
-    merged: Array = sum(sides) / len(sides)
-    pairs = [(weight, delta) for weight, delta in zip(weights, wide, strict=True) if delta.any()]
-    if not norm_limit or not merged.any():
-        return merged
-    total = sum(weight for weight, _ in pairs)
-    held = sum(weight * (merged * delta).sum() / (delta**2).sum() for weight, delta in pairs)
-    mean = sum(weight * np.linalg.norm(delta) for weight, delta in pairs) / total
-    most = 1 / max(held / total, 1 / len(pairs))
-    return merged * min(most, norm_limit * mean / np.linalg.norm(merged))
-
-
 def merge_whole(
-    settings: TensorSettings, thinned: Mapping[int, Array], matrices: Matrices | None
+    settings: TensorSettings,
+    thinned: Mapping[int, Array],
+    matrices: Matrices | None,
+    define: Callable[..., Array],
 ) -> Array:
     """The merged delta of a tensor, flat. thinned: by number, the deltas of models that have it."""
     shape = matrices or (1, 1, 1)
@@ -388,26 +366,10 @@ def merge_whole(
     models = range(len(settings.weights))
     shaped = [thinned[i].reshape(shape) if i in thinned else none for i in models]
     merged = [
-        merge_matrices(list(deltas), settings.weights, settings.ridge, settings.norm_limit)
+        define(list(deltas), settings.weights, settings.options)
         for deltas in zip(*shaped, strict=True)
     ]
     return np.concatenate(merged).reshape(-1)
-
-
-def solve_columns(deltas: Sequence[Array], weights: Sequence[float], ridge: float) -> Array:
-    """M = (sum of w_i t_i G_i) (sum of w_i G_i)^-1, where G_i is t_i' t_i with a mean diagonal of
-    1, plus the ridge.
-    """
-    unit = np.eye(deltas[0].shape[1])
-    grams = []
-    for delta in deltas:
-        gram = delta.T @ delta
-        mean = gram.diagonal().mean()
-        grams.append((gram / mean if mean else gram) + ridge * unit)
-    parts = list(zip(weights, deltas, grams, strict=True))
-    total = sum(weight * gram for weight, _, gram in parts)
-    wanted = sum(weight * delta @ gram for weight, delta, gram in parts)
-    return np.linalg.solve(total, wanted.T).T
 
 
 # --- the whole ------------------------------------------------------------------------------------
@@ -453,9 +415,9 @@ def merge_tensor(
     found = look_up(settings, models, open_whole, len(start), FORMATS[real].bits, width)
     coefficients = METHODS[settings.method].weigh(settings, models, found)
     [(_, parts)] = open_whole(models, found)
-    if METHODS[settings.method].whole:
+    if whole := METHODS[settings.method].whole:
         thinned = thin_for_look(settings, parts, found)
-        change = merge_whole(settings, thinned, find_matrices(name, shape))
+        change = merge_whole(settings, thinned, find_matrices(name, shape), whole.define)
         return encode(add_change(start, change.astype(start.dtype), settings.lambda_coeff), output)
     by_entry = entries.spread(found.by_row, width, 0, len(start), start)
     return encode(merge_parts(settings, start, parts.values(), coefficients, by_entry), output)

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from darelib.core.formats import DIGIT_BITS, FORMATS, NO_PREFIX, Format
-from darelib.core.looks import PREFIXES
 from darelib.core.mask import TILE
 from darelib.kernels import EngineUnavailable, Kernel, KernelSpec, fallback, plain
 from darelib.kernels.native import bind
@@ -26,6 +25,7 @@ from darelib.kernels.objects import (
     target_machine,
 )
 from darelib.kernels.records import BINS, LANES, SORT_COUNTERS, WIDEST, Buffers
+from darelib.methods.looks import PREFIXES
 
 Record = Mapping[str, float]
 Array = NDArray[Any]

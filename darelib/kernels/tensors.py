@@ -6,15 +6,15 @@ from typing import Final
 
 import torch
 
-from darelib.core.looks import Found
 from darelib.core.mask import TILE
 from darelib.core.matrices import Matrices
-from darelib.core.methods import METHODS, returns_model
-from darelib.core.settings import TensorSettings
 from darelib.core.text import DareError
 from darelib.core.tuning import TUNING
 from darelib.kernels import entries, plain
-from darelib.kernels.matrices import merge_matrices
+from darelib.kernels.matrix_engine import merge_matrices
+from darelib.methods import METHODS, returns_model
+from darelib.methods.looks import Found
+from darelib.methods.settings import TensorSettings
 
 Tensor = torch.Tensor
 # The mask's bits, by key, first tile and tiles.

@@ -9,7 +9,6 @@ from typing import Any, Final
 import numpy as np
 
 from darelib.core.formats import DIGIT_BITS
-from darelib.core.looks import LEAST_SHARE
 from darelib.core.mask import TILE
 from darelib.kernels.entries import (
     LEAST_DELTA,
@@ -40,6 +39,7 @@ from darelib.kernels.parts import (
     thin_model,
     unsigned,
 )
+from darelib.methods.sce import LEAST_SHARE
 
 HIGHEST: Final = np.int64((1 << 63) - 1)
 

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from darelib.config import DareConfig, is_count
 from darelib.core.formats import FORMATS, widen
-from darelib.core.looks import Look
 from darelib.core.mask import TILE
-from darelib.core.methods import METHODS
 from darelib.core.text import ConfigError, DareError, clip
 from darelib.kernels import fp8, plain
+from darelib.methods import METHODS
+from darelib.methods.looks import Look
 from darelib.models.checkpoint import QUANTISE_HINT, Checkpoint, module_of, quantised_modules
 from darelib.models.directories import CONFIG_FILE
 from darelib.models.tensors import Encoding, Input, Target, TensorInfo, Writer

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from darelib.core.looks import Look
+    from darelib.methods.looks import Look
 
 # Writes bytes of one of a tensor's outputs, by its name, from a place in it on.
 Put: TypeAlias = Callable[[str, memoryview, int], None]

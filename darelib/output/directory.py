@@ -17,9 +17,9 @@ from typing import Any, Final
 from darelib.config import DareConfig
 from darelib.core.drops import DROPS, RANDOM, Thinning
 from darelib.core.mask import MASK_NAME
-from darelib.core.methods import METHODS
 from darelib.core.text import ConfigError, DareError, as_text, count_of, printable
 from darelib.core.tomlfile import MAX_TOML
+from darelib.methods import METHODS
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.directories import CONFIG_FILE, find_parts
 from darelib.models.source import RECIPE_FILE, Source, recorded_name

@@ -10,8 +10,8 @@ from darelib.config import DareConfig, Rule, count_layers
 from darelib.core.drops import DROPS, NONE, RANDOM, Thinning
 from darelib.core.formats import FORMATS, is_counted
 from darelib.core.mask import keep_threshold
-from darelib.core.methods import LINEAR, METHODS
 from darelib.core.text import DareError, count_of, list_names
+from darelib.methods import DEFAULT, METHODS
 from darelib.models.checkpoint import (
     QUANTISE_HINT,
     compare_configs,
@@ -290,11 +290,11 @@ def find_weak_adapters(config: DareConfig, models: Sequence[Described]) -> Itera
         effects.append(f"lose {config.drop_rate:.0%} of the entries of their change")
         flags.append(f"--drop-rate {' '.join(map(str, rates if any(rates) else rates[:1]))}")
     is_shared = config.weights is None and not config.normalize and len(models) > 1
-    if config.method == LINEAR and is_shared:
+    if config.method == DEFAULT and is_shared:
         weights = [1 if m.partial else w for m, w in zip(models, own.weights, strict=True)]
         effects.append(f"are weighted by {own.weights[0]:.3g}")
         flags.append(f"--weights {' '.join(f'{weight:.4g}' for weight in weights)}")
-    is_baked = config.method == LINEAR and len(adapters) == len(models)
+    is_baked = config.method == DEFAULT and len(adapters) == len(models)
     if is_baked and config.drop_rate == DareConfig.drop_rate:
         flags = ["--bake"]
     if adapters and effects:

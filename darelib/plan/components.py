@@ -8,10 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from darelib.config import DareConfig
-from darelib.core.drops import Thinning
 from darelib.core.formats import FORMATS
-from darelib.core.methods import PASSTHROUGH
-from darelib.core.settings import TensorSettings
 from darelib.core.text import ConfigError, list_names, nearest
 from darelib.models.directories import MERGED_COMPONENTS
 from darelib.models.tensors import Described
@@ -58,11 +55,6 @@ def check_merged(kept: set[str], base: Described, model: Described) -> None:
             f"{model.name!r} has nothing but {list_names(sorted(folders))}, which is not merged",
             f"ask for it: --components {' '.join(sorted(folders))}",
         )
-
-
-def keep_only(count: int) -> TensorSettings:
-    """How a tensor is merged that stays the base's, beside so many models."""
-    return TensorSettings(PASSTHROUGH, (Thinning(),) * count, (0.0,) * count, False, 0.0)
 
 
 def find_unmerged_changes(kept: set[str], inputs: Sequence[Described]) -> Iterator[str]:

@@ -4,13 +4,13 @@ from collections.abc import Iterator, Sequence
 
 from darelib.config import Chooser, DareConfig
 from darelib.core.formats import DTYPES, FORMATS
-from darelib.core.methods import METHODS, average_only
 from darelib.core.text import LISTED, DareError
+from darelib.methods import METHODS, average_only, keep_only
 from darelib.models.checkpoint import EMBEDDINGS, HEADS, ties_embeddings
 from darelib.models.tensors import PLAIN, Described, TensorInfo
 from darelib.plan.buffers import AVERAGED, COPIED, find_buffer
 from darelib.plan.checks import Refusals
-from darelib.plan.components import check_merged, find_kept, find_unmerged_changes, keep_only
+from darelib.plan.components import check_merged, find_kept, find_unmerged_changes
 from darelib.plan.tensors import TensorPlan, choose_kernel
 
 

@@ -9,10 +9,10 @@ from functools import cached_property
 
 from darelib.config import DareConfig
 from darelib.core.formats import FORMATS
-from darelib.core.looks import Look
 from darelib.core.text import ConfigError
 from darelib.core.tuning import TUNING, count_cores
 from darelib.kernels import KernelSpec
+from darelib.methods.looks import Look
 from darelib.models.tensors import Described
 from darelib.plan.checks import (
     check_rules,

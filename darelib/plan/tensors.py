@@ -9,11 +9,11 @@ from typing import Self
 
 from darelib.config import Rule
 from darelib.core.formats import FORMATS, STORED_BITS
-from darelib.core.looks import Found, Look
 from darelib.core.matrices import Matrices, find_matrices
-from darelib.core.methods import METHODS, choose_looks
-from darelib.core.settings import BASE, TensorSettings
 from darelib.kernels import KernelSpec
+from darelib.methods import METHODS, choose_looks
+from darelib.methods.looks import Found, Look
+from darelib.methods.settings import BASE, TensorSettings
 from darelib.models.directories import OWN_STEM
 from darelib.models.tensorfile import header_bytes
 from darelib.models.tensors import Encoding, TensorInfo

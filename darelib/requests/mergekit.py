@@ -31,9 +31,9 @@ from darelib.config import (
 )
 from darelib.core.drops import L1, NONE, complement
 from darelib.core.formats import DTYPES
-from darelib.core.methods import METHODS
-from darelib.core.settings import ZERO
 from darelib.core.text import LOG, nearest
+from darelib.methods import METHODS
+from darelib.methods.settings import ZERO
 from darelib.models.directories import INDEX_FILE, WEIGHTS_FILE
 from darelib.models.inputs import open_models
 from darelib.models.source import (
@@ -246,7 +246,7 @@ class Parameters:
 def translate(file: MergekitFile, values: Mapping[Key, Any]) -> Table:
     """mergekit's parameters of a tensor as our settings."""
     family = file.family
-    made: Table = {"method": family.method, "drop_rate": 0.0}
+    made: Table = {"method": file.ours, "drop_rate": 0.0}
     if file.from_zero:
         made["origin"] = ZERO
     if family.drop:
@@ -351,7 +351,7 @@ def locate(parts: Sequence[Part], name: str) -> Place:
 
 def list_sources(file: MergekitFile) -> list[Source]:
     """The base and the models of a merge: where there are slices, each made of one of a slice's."""
-    count = 0 if METHODS[file.family.method].models == (0, 0) else len(file.models)
+    count = 0 if METHODS[file.ours].models == (0, 0) else len(file.models)
     columns = [[part.choose(i) for part in file.parts] for i in range(count + 1)]
     if not file.parts[0].ranges or is_whole(file, columns):
         others = [find_source(file, own, file.base) for [own, *_] in columns[1:]]

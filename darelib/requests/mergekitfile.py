@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from darelib.config import is_count
-from darelib.core.families import COUNTED, FAMILIES, FIRST, ONLY, OPTIONAL
 from darelib.core.text import LOG, ConfigError, list_names, nearest
+from darelib.methods import MERGEKIT
+from darelib.methods.mergekit import COUNTED, FIRST, ONLY, OPTIONAL
 from darelib.models.source import Source, is_last_part
 from darelib.requests.yamlfile import load_yaml
 
@@ -47,7 +48,7 @@ LENIENT: Final = "--lenient ignores it, as mergekit does"
 # What any of the methods takes.
 PARAMETERS: Final = frozenset(
     name
-    for family in FAMILIES.values()
+    for _, family in MERGEKIT.values()
     for name in (*family.each, *family.shared, *family.ignored, *family.only)
 )
 # What mergekit can do and this tool cannot.
@@ -103,12 +104,12 @@ class MergekitFile:
         self.name = str(self.content.get("name", ""))
         self.method = str(self.content.get("merge_method", ""))
         self.check(
-            self.method in FAMILIES,
+            self.method in MERGEKIT,
             "merge_method",
             f"this tool has no {self.method!r}" if self.method else "it is missing",
-            nearest(self.method, FAMILIES),
+            nearest(self.method, MERGEKIT),
         )
-        self.family = FAMILIES[self.method]
+        self.ours, self.family = MERGEKIT[self.method]
         self.each = tuple(self.family.each)
         self.shared = (*self.family.shared, *self.family.only)
         self.own = (*self.each, *self.family.ignored)  # what a model may have

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 
 from darelib.core.formats import FORMATS, widen
 from darelib.core.interrupts import Interrupts
-from darelib.core.looks import Found, Look, MatrixLook
 from darelib.core.mask import KEEP_ALL, TILE
-from darelib.core.methods import METHODS, weigh_for_look
+from darelib.core.matrices import Factors
 from darelib.core.tuning import TUNING
 from darelib.kernels import KernelSpec
 from darelib.kernels.fallback import thin_chunk
@@ -31,9 +30,12 @@ from darelib.kernels.lowrank import (
     measure_squares,
     reduce_product,
 )
-from darelib.kernels.matrices import Factors, MatrixEngine, merge_factors, merge_spaces
+from darelib.kernels.matrix_engine import MatrixEngine, find_whole, merge_factors, merge_spaces
 from darelib.kernels.plain import encode
 from darelib.kernels.records import Buffers
+from darelib.methods import METHODS
+from darelib.methods.looks import Found, Look, MatrixLook
+from darelib.methods.method import weigh_for_look
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.tensors import TensorInfo
 from darelib.output.adapter import AdapterPlan, Module, place_factors
@@ -92,8 +94,11 @@ def estimate_matrices(plan: MergePlan) -> int:
 
 def estimate_solving(plan: MergePlan) -> float:
     """How long it takes to solve all matrices, by the time of a product."""
-    sizes = [(tensor.matrices, len(tensor.finetuned)) for tensor in plan.tensors]
-    operations = sum(each.count_operations(models) for each, models in sizes if each)
+    operations = sum(
+        find_whole(tensor.settings).count_operations(tensor.matrices, len(tensor.finetuned))
+        for tensor in plan.tensors
+        if tensor.matrices
+    )
     return operations / MatrixEngine(plan.config.engine).measure_rate() if operations else 0.0
 
 

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from darelib.config import DareConfig
 from darelib.core.formats import DTYPES
 from darelib.core.mask import mask_key
-from darelib.core.methods import LINEAR, METHODS
-from darelib.core.settings import TensorSettings
 from darelib.core.text import LOG, ConfigError, DareError
 from darelib.kernels.plain import draw_bits
 from darelib.kernels.tensors import Draw, Solutions, TensorMerge, explain_broken
+from darelib.methods import DEFAULT, METHODS
+from darelib.methods.settings import TensorSettings
 from darelib.models.memory import STATE_DICT_HINT, StateDict, check_state_dict
 from darelib.plan.buffers import find_buffer
 from darelib.plan.plan import MergePlan, plan_merge
@@ -122,7 +122,7 @@ def make_plan(config: DareConfig, states: Sequence[StateDict]) -> StatePlan:
     plan = plan_merge(config, states)
     base = states[0]
     known = {tensor.name: tensor for tensor in plan.tensors}
-    usual = LINEAR if METHODS[config.method].whole else config.method
+    usual = DEFAULT if METHODS[config.method].whole else config.method
     tied = {}
     common = []
     for tensor in plan.tensors:

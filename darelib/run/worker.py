@@ -13,14 +13,15 @@ from numpy.typing import NDArray
 
 from darelib.core.formats import FORMATS
 from darelib.core.interrupts import Interrupts
-from darelib.core.looks import Found, Look
 from darelib.core.mask import KEEP_ALL, MASK_BITS, TILE, mask_key
-from darelib.core.methods import METHODS, Coefficients, returns_model, weigh_for_look
 from darelib.core.text import DareError
 from darelib.kernels import KernelSpec
 from darelib.kernels.engines import load_kernels
 from darelib.kernels.entries import spread
 from darelib.kernels.records import Buffers
+from darelib.methods import METHODS, returns_model
+from darelib.methods.looks import Found, Look
+from darelib.methods.method import Coefficients, weigh_for_look
 from darelib.models.checkpoint import QUANTISE_HINT, Checkpoint
 from darelib.models.fp8 import UNREAD_HINTS
 from darelib.models.tensors import Target, TensorInfo

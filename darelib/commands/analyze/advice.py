@@ -11,9 +11,9 @@ from typing import Any, Final, NamedTuple
 from darelib.commands.analyze.measure import DeltaStats, ModelAnalysis, PairAnalysis, kind_of
 from darelib.config import CHECKS, DareConfig, Gradient, Rule, as_toml
 from darelib.core.drops import DROP_SETTINGS, EXPECTATION, is_random
-from darelib.core.methods import LINEAR, METHOD_SETTINGS, METHODS, WUDI
 from darelib.core.text import count_of
 from darelib.core.tuning import TUNING
+from darelib.methods import DEFAULT, METHOD_SETTINGS, METHODS, RECOMMENDED
 from darelib.plan.plan import MergePlan
 from darelib.requests.configfile import format_table
 
@@ -52,7 +52,7 @@ DROP_RATES: Final = {
 }
 # Of several models: by the experiment of docs/evidence.md the start that needs no search, with
 # nothing dropped but what packed models lack.
-START_METHOD: Final = WUDI
+START_METHOD: Final = RECOMMENDED
 START_LAMBDAS: Final = {"whole": 1.0, "packed": 0.6}
 # What a sweep should try first: also what is best of the plain average, with which it compares.
 SEARCHED: Final = {"lambda_coeff": {"low": 0.3, "high": 2.0}}
@@ -148,7 +148,7 @@ class Evidence:
         self.tensor_rules = tuple(rule for rule in found if rule.rates != self.start_rates)
         self.start = choose_start(self)
         is_linear = self.start == "weights" or not self.several
-        self.method = LINEAR if is_linear else START_METHOD
+        self.method = DEFAULT if is_linear else START_METHOD
         # That of another method is too much or too little here.
         is_own = self.config.method == self.method
         is_set = is_own and self.config.lambda_coeff != DareConfig.lambda_coeff
@@ -245,7 +245,7 @@ def advise_on_choices(evidence: Evidence) -> Iterator[Advice]:
         for rule in evidence.tensor_rules:
             yield Advice("rules", rule.verdict, None, rule.text)
         text = "method linear: no more than one model differs from the base"
-        yield Advice("method", LINEAR, None, text)
+        yield Advice("method", DEFAULT, None, text)
         return
     most = "up to " if len(evidence.models) > 2 else ""
     yield Advice(
@@ -325,7 +325,7 @@ def keep_settings(evidence: Evidence, given: DareConfig | Rule) -> dict[str, Any
             kept["rescale"] = given.rescale
         if isinstance(given, Rule) and given.drop_rate is not None and not evidence.several:
             kept["drop_rate"] = as_toml(given.drop_rate)
-    if given.weights and evidence.method == LINEAR:  # to others, they may be shares of a whole
+    if given.weights and evidence.method == DEFAULT:  # to others, they may be shares of a whole
         asked = config.normalize if given.normalize is None else given.normalize
         normalize = method.normalize if asked is None else asked
         kept["weights"] = as_toml(given.weights)

@@ -17,11 +17,11 @@ from darelib.commands.analyze.matrices import measure_energy, measure_spaces
 from darelib.core.drops import L1, RANDOM
 from darelib.core.formats import FORMATS
 from darelib.core.interrupts import Interrupts
-from darelib.core.looks import Found, Look
 from darelib.core.mask import TILE
-from darelib.core.settings import TensorSettings
 from darelib.core.text import DareError, progress
 from darelib.kernels.records import BINS, FIRST_BIN, LANES
+from darelib.methods.looks import Found, Look
+from darelib.methods.settings import TensorSettings
 from darelib.models.checkpoint import Checkpoint, module_of
 from darelib.plan.plan import MergePlan
 from darelib.plan.tensors import TensorPlan

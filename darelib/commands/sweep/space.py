@@ -26,8 +26,8 @@ from darelib.config import (
     is_number,
 )
 from darelib.core.drops import DROP_SETTINGS, DROPS, EXPECTATION, RANDOM
-from darelib.core.methods import LINEAR, METHOD_SETTINGS, METHODS
 from darelib.core.text import ConfigError, nearest
+from darelib.methods import DEFAULT, METHOD_SETTINGS, METHODS
 
 if TYPE_CHECKING:
     from optuna.trial import BaseTrial
@@ -297,7 +297,7 @@ class Space:
 
     def plain_average(self, scale: float) -> DareConfig:
         """Nothing dropped, nothing weighed; rules keep their lambda, such as 0 for some parts."""
-        plain = vars(DareConfig(method=LINEAR, drop_rate=0.0, lambda_coeff=scale))
+        plain = vars(DareConfig(method=DEFAULT, drop_rate=0.0, lambda_coeff=scale))
         plain = {name: plain[name] for name in SWEEP_SETTINGS if name not in ("dtype", "mismatch")}
         rules = [
             Rule(rule.match, drop_rate=0.0, lambda_coeff=rule.lambda_coeff)
@@ -326,7 +326,7 @@ class Space:
 def equal_lambda(config: DareConfig, count: int) -> float:
     """The lambda with which a plain average is as long as a merge: weights scale it, too."""
     settings = config.general(count)
-    return settings.lambda_coeff * (sum(settings.weights) if config.method == LINEAR else 1.0)
+    return settings.lambda_coeff * (sum(settings.weights) if config.method == DEFAULT else 1.0)
 
 
 def draws_masks(config: DareConfig, count: int) -> bool:

@@ -1,19 +1,16 @@
-"""What is the same for arrays of NumPy and tensors of torch."""
+"""What is the same for arrays of NumPy and tensors of torch, neither of which is imported here."""
 
 import sys
 from typing import Any
 
-import numpy as np
-
-from darelib.core.looks import fold_neighbours
 from darelib.core.mask import TILE
 
-Array = Any  # of one dimension, but for rows of a matrix
+Array = Any  # of one dimension, but for matrices
 
 
 def library(array: Array) -> Any:
-    """NumPy or torch: the names that are used here mean the same in both."""
-    return np if isinstance(array, np.ndarray | np.generic) else sys.modules["torch"]
+    """NumPy or torch: the names that are used of them mean the same in both."""
+    return sys.modules[type(array).__module__.partition(".")[0]]
 
 
 def fold_tiles(values: Array) -> Array:
@@ -25,6 +22,14 @@ def fold_tiles(values: Array) -> Array:
         half = tiles.shape[1] // 2
         tiles = tiles[:, :half] + tiles[:, half:]
     return tiles[:, 0]
+
+
+def fold_neighbours(values: list[float]) -> float:
+    """A sum by pairs of neighbours: of 2^k values each, it is the same in pieces as in one."""
+    while len(values) > 1:
+        values = [*values, 0.0] if len(values) % 2 else values
+        values = [values[k] + values[k + 1] for k in range(0, len(values), 2)]
+    return values[0]
 
 
 def add_up(values: Array) -> float:

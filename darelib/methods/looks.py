@@ -1,14 +1,14 @@
 """What must be found out about a whole tensor before it is merged, in passes over its chunks."""
 
-import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from darelib.core.arrays import fold_neighbours
 from darelib.core.drops import Bounds, End
 from darelib.core.formats import DIGIT_BITS, NO_PREFIX
-from darelib.core.settings import ZERO, TensorSettings
+from darelib.methods.settings import ZERO, TensorSettings
 
 
 @dataclass
@@ -153,7 +153,7 @@ class TrimLook(BoundsLook):
 
     def number(self, model: int, survivors: int) -> tuple[int, ...]:
         """How many are kept: the largest, and all that equal the last of them."""
-        return (max(1, int(self.settings.keep_ratio * survivors)),) if survivors else ()
+        return (max(1, int(self.settings.options["keep_ratio"] * survivors)),) if survivors else ()
 
     def record(self, found: Sequence[Sequence[End]]) -> None:
         self.found.floors = tuple(ends[0].size if ends else 0.0 for ends in found)
@@ -216,113 +216,3 @@ class MatrixLook(Look):
 
 def fold_columns(chunks: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
     return tuple(fold_neighbours(list(column)) for column in zip(*chunks, strict=True))
-
-
-def fold_neighbours(values: list[float]) -> float:
-    """A sum by pairs of neighbours: of 2^k values each, it is the same in pieces as in one."""
-    while len(values) > 1:
-        values = [*values, 0.0] if len(values) % 2 else values
-        values = [values[k] + values[k + 1] for k in range(0, len(values), 2)]
-    return values[0]
-
-
-# --- methods that decide about single entries ----------------------------------------------------
-
-LEAST_SHARE: Final = 1e-6  # sce: what weights are divided by is not smaller
-
-
-class VarianceLook(BoundsLook):
-    """Sce: the smallest variance over the models that is among the largest."""
-
-    kernel = "variance"
-
-    def number(self, model: int, survivors: int) -> tuple[int, ...]:
-        """All models have one variance together, which is noted with the first."""
-        chosen = int(self.settings.keep_ratio * survivors)
-        return (chosen,) if chosen and model == self.models[0] else ()
-
-    def record(self, found: Sequence[Sequence[End]]) -> None:
-        self.found.bound = found[0][0].size if found[0] else math.inf
-
-
-class SquaresLook(ChunkLook):
-    """Sce: the models' shares, by the squares of what is chosen of them."""
-
-    kernel = "squares"
-
-    def add_chunk(self, start: int, count: int, buffers: Any) -> None:
-        self._chunks[start] = tuple(buffers.models["squares"][: len(self.models)].tolist())
-
-    def describe(self, buffers: Any, number: int) -> None:
-        buffers.tensor["bound"] = self.found.bound
-
-    def record(self, sums: Sequence[float]) -> None:
-        means = [square / self.count for square in sums]
-        total = math.fsum(means)
-        if total < LEAST_SHARE:
-            self.found.shares = (1 / len(means),) * len(means)
-        else:
-            self.found.shares = tuple(mean / total for mean in means)
-
-
-class OverlapLook(ChunkLook):
-    """Ramplus: how many entries each model changes alone, and how many with others."""
-
-    kernel = "overlap"
-
-    def describe(self, buffers: Any, number: int) -> None:
-        buffers.models["floor"][: len(self.models)] = self.settings.threshold
-
-    def add_job(self, start: int, stop: int, buffers: Any) -> None:
-        records = buffers.models[: len(self.models)]
-        self._chunks[start] = (*records["alone"].tolist(), *records["shared"].tolist())
-
-    def record(self, sums: Sequence[float]) -> None:
-        own = self.settings
-        pairs = zip(sums[: len(self.models)], sums[len(self.models) :], strict=True)
-        ratios = [shared / max(alone, own.threshold) if alone else 0.0 for alone, shared in pairs]
-        self.found.boosts = tuple(1 + own.boost * min(each, own.boost_limit) for each in ratios)
-
-
-class DivergenceLook(ChunkLook):
-    """Fusion: how far the fine-tune's softmax of each row is from the base's."""
-
-    kernel = "diverge"
-    of_rows = True
-
-    def add_chunk(self, start: int, count: int, buffers: Any) -> None:
-        """count: of rows."""
-        self._chunks[start] = buffers.by_entry[:count].copy()
-
-    def conclude(self, number: int) -> None:
-        import numpy as np
-
-        found = [self._chunks.pop(start) for start in sorted(self._chunks)]
-        self.found.by_row = np.concatenate(found)
-
-
-class ImportanceLook(BoundsLook):
-    """Fusion: the smallest |delta| that is important enough, in each row.
-
-    mergekit takes the quartiles of a million entries at random, where a tensor has more; these are
-    of all.
-    """
-
-    kernel = "importance"
-    ends = 3
-
-    def number(self, model: int, survivors: int) -> tuple[int, ...]:
-        return tuple(survivors - int(share * (survivors - 1)) for share in (0.25, 0.5, 0.75))
-
-    def record(self, found: Sequence[Sequence[End]]) -> None:
-        """The |delta| from which |delta| * divergence is an outlier; in float32."""
-        import numpy as np
-
-        low, middle, high = (end.size for end in found[0])
-        least = middle + 1.5 * (high - low)
-        floors = self.found.by_row * 0 + least
-        if least > 0:  # else all entries reach it
-            with np.errstate(divide="ignore", over="ignore"):
-                # A number over an array of torch's would be a product with the inverse.
-                floors = floors / self.found.by_row
-        self.found.by_row = floors

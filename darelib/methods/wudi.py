@@ -1,4 +1,4 @@
-"""Merges of whole matrices, by the libraries of this machine: NumPy's BLAS, or torch on a GPU.
+"""wudi: matrix by matrix, so that each change keeps its effect on its own inputs and outputs.
 
 A change of a linear layer is a sum of outer products, error signals times inputs: its rows lie
 where its task's inputs lie, its columns where its error signals lie. The merge keeps what each
@@ -12,37 +12,28 @@ and the mean of that and of the same from the rows' side. It solves the objectiv
 exactly (Cheng et al., ICML 2025, arXiv:2503.08099); the ridge, in both factors, makes the weighted
 average the limit of a large one. Then M is resized, so that lambda 1 is a good choice: so that on
 average it holds each change in full, the mean of <M, t_i> / |t_i|^2 being 1, but to no more than
-norm_limit times the mean |t_i|. plain.merge_matrices is this definition.
+norm_limit times the mean |t_i|. `define` is this definition.
 
-Here, u_i is t_i times a power of two, and what both sides need is computed once:
+In `merge`, u_i is t_i times a power of two, and what both sides need is computed once:
 t_i t_i' t_i is the one product of three in either.
 """
 
-import shutil
-import time
+import math
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Final
 
-import numpy as np
+from darelib.core.arrays import Array, library
+from darelib.core.matrices import LONGEST_SIDE, Factors, Matrices, find_span
+from darelib.methods.looks import MatrixLook
+from darelib.methods.method import Method, WholeMerge
+from darelib.methods.settings import Options
 
-from darelib.core.formats import DTYPES
-from darelib.core.matrices import LONGEST_SIDE
-from darelib.core.settings import TensorSettings
-from darelib.core.text import LOG
-from darelib.kernels.arrays import library
-
-Array = Any  # of NumPy or torch, of two dimensions
-Factors: TypeAlias = tuple[Array, Array]
 # In float32, what lies where no change is comes out too large, by about this times the unit
 # roundoff, times the mean eigenvalue (by size) of the Gram matrix, divided by the ridge: measured.
 ERROR_FACTOR: Final = 4 * 2.0**-24
 BLOCK_SIDE: Final = 128  # of the blocks that are inverted by themselves
 PRODUCT_SIDE: Final = 512  # of the largest in which rows are multiplied by each other
-# Of the largest eigenvalue, as float64 gives it: below that, it is rounding.
-LEAST_SHARE: Final = 1e-13
 LARGEST_ERROR: Final = 5e-5  # relative, by norm; where more is expected, float64 is used
 
 
@@ -61,7 +52,7 @@ class TooRough(Exception):
 
 
 def merge_matrices(
-    deltas: Sequence[Array], weights: Sequence[float], settings: TensorSettings, precise: bool
+    deltas: Sequence[Array], weights: Sequence[float], options: Options, precise: bool
 ) -> Array:
     """The merged change of one matrix, in the deltas' type. These are overwritten.
 
@@ -73,75 +64,36 @@ def merge_matrices(
     if not changes:
         return lib.zeros_like(deltas[0])
     shape = deltas[0].shape
-    is_wide = precise or deltas[0].dtype == lib.float64 or multiplies_roughly(lib)
-    if not is_wide:
+    if not precise and deltas[0].dtype != lib.float64:
         try:
-            return solve(changes, shape, settings, LARGEST_ERROR)
+            return solve(changes, shape, options, LARGEST_ERROR)
         except TooRough:
             pass
     wide = [replace(each, unit=lib.asarray(each.unit, dtype=lib.float64)) for each in changes]
-    return lib.asarray(solve(wide, shape, settings, np.inf), dtype=deltas[0].dtype)
+    return lib.asarray(solve(wide, shape, options, math.inf), dtype=deltas[0].dtype)
 
 
-def multiplies_roughly(lib: Any) -> bool:
-    """Whether a program has told torch to round the factors of float32's products (TF32)."""
-    if lib is np:
-        return False
-    try:
-        return bool(lib.get_float32_matmul_precision() != "highest")
-    except RuntimeError:  # it was set for some devices, by torch's newer names
-        return True
-
-
-def merge_factors(
-    factors: Sequence[Factors], weights: Sequence[float], settings: TensorSettings
-) -> Array:
-    """The same of changes that are products of two factors, as adapters have them."""
-    left, right = merge_spaces(factors, weights, settings)
-    return left.astype(np.float32) @ right.astype(np.float32)
-
-
-def merge_spaces(
-    factors: Sequence[Factors], weights: Sequence[float], settings: TensorSettings
-) -> Factors:
+def merge_spaces(factors: Sequence[Factors], weights: Sequence[float], options: Options) -> Factors:
     """The merged change itself as such a product, in float64.
 
     All that happens, happens in the space that the factors span together: nothing there is larger
     than the sum of the ranks (Panariello et al., NeurIPS 2025), and the result is the same.
     """
+    lib = library(factors[0][0])
     left_space, lefts = find_span([left for left, _ in factors])
     right_space, rights = find_span([right.T for _, right in factors])
     cores = [left @ right.T for left, right in zip(lefts, rights, strict=True)]
     changes = [change for change in map(measure, cores, weights) if change.square]
     shape = (len(left_space), len(right_space))
     if not changes:
-        return np.zeros((shape[0], 0)), np.zeros((0, shape[1]))
-    return left_space @ solve(changes, shape, settings, np.inf), right_space.T
-
-
-def find_span(parts: Sequence[Array]) -> tuple[Array, list[Array]]:
-    """The space of all columns, as orthonormal ones, and each part's columns in it.
-
-    By the eigenvectors of their products, which takes a fifth of a factorisation's time; what is
-    below a millionth of a part's size is not seen. A part of nothing but zeros spans nothing.
-    """
-    sizes = [float(np.linalg.norm(part)) or 1.0 for part in parts]
-    columns = np.hstack([part / size for part, size in zip(parts, sizes, strict=True)])
-    values, vectors = np.linalg.eigh(columns.T @ columns)
-    is_kept = values > LEAST_SHARE * max(values[-1], LEAST_SHARE)
-    roots = np.sqrt(values[is_kept])
-    vectors = vectors[:, is_kept]
-    ends = np.cumsum([part.shape[1] for part in parts])[:-1]
-    found = np.split((vectors * roots).T, ends, axis=1)
-    return columns @ (vectors / roots), [
-        part * size for part, size in zip(found, sizes, strict=True)
-    ]
+        return lib.zeros((shape[0], 0)), lib.zeros((0, shape[1]))
+    return left_space @ solve(changes, shape, options, math.inf), right_space.T
 
 
 def measure(delta: Array, weight: float) -> Change:
     """A change, scaled in place."""
     peak = max(float(delta.max()), -float(delta.min()))
-    exponent = int(np.frexp(peak)[1])
+    exponent = math.frexp(peak)[1]
     delta *= 2.0**-exponent
     flat = delta.reshape(-1)
     return Change(delta, 2.0**exponent, float(flat @ flat), weight)
@@ -169,7 +121,7 @@ def find_factor(merged: Array, changes: Sequence[Change], norm_limit: float) -> 
 def solve(
     changes: Sequence[Change],
     shape: tuple[int, int],
-    settings: TensorSettings,
+    options: Options,
     largest_error: float,
 ) -> Array:
     """The merged change: the mean of the solutions from both sides, or the one from the side that
@@ -193,20 +145,20 @@ def solve(
         gram += own
     del own
     merged = shape[short] * cubes
-    merged += settings.ridge * means
-    solve_side(gram, merged, short, settings.ridge, largest_error)
+    merged += options["ridge"] * means
+    solve_side(gram, merged, short, options["ridge"], largest_error)
     long = 1 - short
     if shape[long] <= LONGEST_SIDE:
         gram = make_gram(means, long)
         for each in changes:
             add_products(gram, each.unit, long, each.weight * shape[long] / each.square)
         cubes *= shape[long]
-        means *= settings.ridge
+        means *= options["ridge"]
         cubes += means
-        solve_side(gram, cubes, long, settings.ridge, largest_error)
+        solve_side(gram, cubes, long, options["ridge"], largest_error)
         merged += cubes
         merged /= 2
-    merged *= find_factor(merged, changes, settings.norm_limit)
+    merged *= find_factor(merged, changes, options["norm_limit"])
     return merged
 
 
@@ -214,7 +166,9 @@ def make_gram(matrix: Array, axis: int) -> Array:
     """Zeros, for the products of all rows (axis 0) or columns of a matrix."""
     side = matrix.shape[axis]
     lib = library(matrix)
-    return lib.zeros_like(matrix, shape=(side, side)) if lib is np else matrix.new_zeros(side, side)
+    if lib.__name__ == "torch":
+        return matrix.new_zeros(side, side)
+    return lib.zeros((side, side), matrix.dtype)
 
 
 def list_blocks(side: int) -> Iterator[tuple[int, int]]:
@@ -253,7 +207,7 @@ def solve_side(gram: Array, right: Array, axis: int, ridge: float, largest_error
         raise TooRough
     flat[:: len(gram) + 1] += ridge
     lib = library(gram)
-    if lib is np:
+    if lib.__name__ == "numpy":
         inverses = factorise(gram)
         divide(gram, inverses, right, axis)
         divide(gram, inverses, right, axis, backwards=True)
@@ -270,7 +224,8 @@ def factorise(gram: Array) -> list[Array]:
     """L, into what is below gram's diagonal, and the inverses of the blocks on it."""
     side = len(gram)
     if side <= BLOCK_SIDE:
-        return [np.linalg.inv(np.linalg.cholesky(gram))]
+        linalg = library(gram).linalg
+        return [linalg.inv(linalg.cholesky(gram))]
     half = find_half(side)
     above = factorise(gram[:half, :half])
     below = gram[half:, :half]
@@ -309,80 +264,72 @@ def find_half(side: int) -> int:
     return -(-side // (2 * BLOCK_SIDE)) * BLOCK_SIDE
 
 
-MEASURED_SIDE: Final = 1024  # of the product that tells how fast this machine multiplies
-# What a system has where it has a GPU: only then is torch loaded, which takes seconds.
-GPU_DEVICES: Final = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
+# --- the definition -------------------------------------------------------------------------------
 
 
-def load_gpu() -> Any:
-    """torch, if it is there and finds a GPU."""
-    if not shutil.which("nvidia-smi") and not any(path.exists() for path in GPU_DEVICES):
-        return None
-    try:
-        import torch
-    except ImportError:
-        LOG.warning("there is a GPU, and torch, which would use it for matrices, is not installed")
-        return None
-    return torch if torch.cuda.is_available() else None
+def define(deltas: Sequence[Array], weights: Sequence[float], options: Options) -> Array:
+    """The merged delta of one matrix, in float64. Deltas may be of 0 only.
+
+    The mean of what the definition gives from the columns' side and from the rows' side, times what
+    makes its projections on the deltas 1 in the mean, within a limit of its size.
+    """
+    lib = library(deltas[0])
+    ridge = options["ridge"]
+    norm_limit = options["norm_limit"]
+    wide = [lib.asarray(delta, dtype=lib.float64) for delta in deltas]
+    sides = []
+    if wide[0].shape[1] <= LONGEST_SIDE:
+        sides.append(solve_columns(wide, weights, ridge))
+    if wide[0].shape[0] <= LONGEST_SIDE:
+        sides.append(solve_columns([delta.T for delta in wide], weights, ridge).T)
+    merged: Array = sum(sides) / len(sides)
+    pairs = [(weight, delta) for weight, delta in zip(weights, wide, strict=True) if delta.any()]
+    if not norm_limit or not merged.any():
+        return merged
+    total = sum(weight for weight, _ in pairs)
+    held = sum(weight * (merged * delta).sum() / (delta**2).sum() for weight, delta in pairs)
+    mean = sum(weight * lib.linalg.norm(delta) for weight, delta in pairs) / total
+    most = 1 / max(held / total, 1 / len(pairs))
+    return merged * min(most, norm_limit * mean / lib.linalg.norm(merged))
 
 
-class MatrixEngine:
-    """Where matrices in NumPy's arrays are merged: on a GPU or, without one, by NumPy."""
+def solve_columns(deltas: Sequence[Array], weights: Sequence[float], ridge: float) -> Array:
+    """M = (sum of w_i t_i G_i) (sum of w_i G_i)^-1, where G_i is t_i' t_i with a mean diagonal of
+    1, plus the ridge.
+    """
+    lib = library(deltas[0])
+    unit = lib.eye(deltas[0].shape[1])
+    grams = []
+    for delta in deltas:
+        gram = delta.T @ delta
+        mean = gram.diagonal().mean()
+        grams.append((gram / mean if mean else gram) + ridge * unit)
+    parts = list(zip(weights, deltas, grams, strict=True))
+    total = sum(weight * gram for weight, _, gram in parts)
+    wanted = sum(weight * delta @ gram for weight, delta, gram in parts)
+    return lib.linalg.solve(total, wanted.T).T
 
-    device = "cuda"
 
-    def __init__(self, engine: str) -> None:
-        self._torch: Any = load_gpu() if engine == "auto" else None
-        self.on_gpu = self._torch is not None
-        self.no_memory: Any = self._torch.OutOfMemoryError if self._torch else MemoryError
+def count_operations(matrices: Matrices, models: int) -> int:
+    """Floating-point operations to merge all: Gram matrices, cubes, factors and solutions."""
+    products = sum(models * side + 2 * side for side in matrices.sides)
+    cubes = 2 * models * min(matrices.rows, matrices.columns)
+    factors = sum(side**3 for side in matrices.sides) // 3
+    return matrices.number * (matrices.size * (products + cubes) + factors)
 
-    def upload(self, raw: Array, dtype: str) -> Array:
-        """Stored values as float32 on the GPU, flat."""
-        [name] = [name for name, stored in DTYPES.items() if stored == dtype]
-        moved = self._torch.from_numpy(raw).to(self.device)
-        return moved.view(getattr(self._torch, name)).float()
 
-    def describe(self, values: Array, threshold: float = 0.0) -> tuple[float, float, int]:
-        """The sum and the largest of |values| on the GPU, and how many are above a threshold."""
-        sizes = values.abs()
-        total = sizes.sum(dtype=self._torch.float64)
-        return float(total), float(sizes.max()), int((sizes > threshold).sum())
-
-    def move(self, matrix: Array) -> Array:
-        """A matrix to where it is computed with; here, if it has no room there."""
-        if self._torch:
-            with suppress(self.no_memory):
-                return self._torch.as_tensor(matrix, device=self.device)
-        return matrix
-
-    def merge(
-        self,
-        deltas: Sequence[Array],
-        weights: Sequence[float],
-        settings: TensorSettings,
-        precise: bool,
-    ) -> Array:
-        """As merge_matrices, into NumPy's memory. Deltas may be on the GPU already."""
-        if not self._torch:
-            return merge_matrices(deltas, weights, settings, precise)
-        try:
-            moved = [self._torch.as_tensor(delta, device=self.device) for delta in deltas]
-            merged = merge_matrices(moved, weights, settings, precise)
-        except self.no_memory:
-            LOG.warning("the GPU has too little memory for a matrix, so NumPy merges it")
-            here = [self._torch.as_tensor(delta).cpu().numpy() for delta in deltas]
-            return merge_matrices(here, weights, settings, precise)
-        # Memory that does not move is written to at the full speed of the bus.
-        pinned = self.device == "cuda"
-        made = self._torch.empty(merged.shape, dtype=merged.dtype, pin_memory=pinned)
-        return made.copy_(merged).numpy()
-
-    def measure_rate(self) -> float:
-        """Floating-point operations in a second, of a product of matrices."""
-        factor: Array = np.ones((MEASURED_SIDE, MEASURED_SIDE), np.float32)
-        if self._torch:
-            factor = self._torch.from_numpy(factor).to(self.device)
-        (factor @ factor)[0, 0].item()  # the first starts threads, or a GPU
-        started = time.perf_counter()
-        (factor @ factor)[0, 0].item()
-        return 2.0 * MEASURED_SIDE**3 / (time.perf_counter() - started)
+WUDI: Final = Method(
+    "wudi",
+    card=lambda settings: (
+        "merged matrix by matrix, so that each keeps its effect on its own inputs and outputs "
+        f"(ridge {settings.options['ridge']:g}), and added to the base"
+    ),
+    paper="[WUDI-Merging](https://arxiv.org/abs/2503.08099)",
+    kernel="sum",
+    settings={"weights": None, "ridge": 1.0, "norm_limit": 1.5},
+    looks=lambda _: (MatrixLook,),
+    normalize=True,
+    shares_only=True,
+    whole=WholeMerge(define, merge_matrices, merge_spaces, count_operations),
+    adds_ranks=True,
+)

@@ -248,10 +248,33 @@ def test_the_model_card_has_front_matter_and_the_recipe(pair: Pair, tmp_path: Pa
     run_merge(pair[0], [pair[1]] * 2, out, engine="plain")
     card = hub.ModelCard.load(out / "README.md")
     assert card.data.base_model == ["base", "math"]
-    assert (card.data.library_name, card.data.tags) == ("transformers", ["merge", "dare"])
+    assert card.data.library_name == "transformers"
     assert card.data.base_model_relation == "merge"
+    assert card.data.tags == ["merge", "dare", "linear"]
+    assert "# A merge of 2 models by dare and linear\n" in card.text
     with safe_open(out / "model.safetensors", framework="pt") as file:
         assert f"```toml\n{file.metadata()['dare_recipe']}```" in card.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "tags", "paper"),
+    [
+        ({"method": "wudi"}, ["wudi"], "2503.08099"),
+        ({"method": "ties", "drop": "magnitude"}, ["magnitude", "ties"], "2306.01708"),
+        ({"method": "karcher"}, ["karcher"], "by karcher"),
+    ],
+)
+def test_the_model_card_names_and_cites_the_method_that_was_used(
+    pair: Pair, tmp_path: Path, settings: dict[str, str], tags: list[str], paper: str
+) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    out = tmp_path / "out"
+    run_merge(pair[0], [pair[1]] * 2, out, engine="plain", **settings)
+    card = hub.ModelCard.load(out / "README.md")
+    assert card.data.tags == ["merge", *tags]
+    prose = card.text.partition("```")[0]
+    assert paper in prose
+    assert "dare" not in prose.lower()
 
 
 @pytest.mark.skipif(os.name == "nt", reason="such names are not allowed there")
@@ -282,7 +305,7 @@ def test_names_in_a_model_card_are_no_markup(tmp_path: Path, packed: bool) -> No
     ("config", "words"),
     [
         ({"method": "ties"}, ["sign", "at random"]),
-        ({"drop_rate": 0}, ["nothing is dropped"]),
+        ({"drop_rate": 0}, ["what each fine-tune changed is summed up"]),
         ({"drop_rate": 0, "rules": [{"match": "*bias", "drop_rate": 0.5}]}, ["most of what each"]),
         (
             {"drop": ["della", "breadcrumbs", "random"], "drop_rate": 0.5},

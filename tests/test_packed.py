@@ -88,6 +88,7 @@ def table_of(path: Path) -> dict[str, Any]:
 def compare(paths: list[Path], packed: list[Path], **config: Any) -> None:
     """Merges of packed models and of the originals must give the same tensors, bit for bit."""
     out = paths[0].parent / "out.safetensors"
+    config = {"drop_rate": 0.9} | config
     usual = run_merge(paths[0], paths[1:], out, **config)
     expected = load_file(out)
     report = run_merge(paths[0], packed, out, **config)
@@ -163,13 +164,23 @@ def test_its_seed_is_its_own_at_any_place_and_one_seed_for_two_is_a_warning(
     assert any("have one seed, 42" in warning for warning in report.warnings)
 
 
-def test_a_lower_drop_rate_is_refused(models: list[Path], check_refused: Refusal) -> None:
-    packed = pack(*models[:2], models[0].with_name("packed.safetensors"), "--drop-rate", 0.5)
-    words = ("a drop rate of 0.5", "cannot be merged at 0.3")
-    check_refused(models[0], packed, *words, flags=("--drop-rate", "0.3"))
-    check_refused(models[0], packed, "'layer.bias'", flags=("--rule", "*bias:drop_rate=0.2"))
-    out = packed.with_name("out.safetensors")
-    run_merge(models[0], [packed, models[2]], out, drop_rate=[0.5, 0.1])  # the other's own
+@pytest.mark.parametrize("method", ["linear", "wudi"])
+def test_a_packed_model_brings_its_own_drop_rates(models: list[Path], method: str) -> None:
+    rule = {"match": "*bias", "drop_rate": 0.1}
+    packed = pack_all(models, 0.5, 42, "--rule", "*bias:drop_rate=0.1")
+    out = models[0].with_name("out.safetensors")
+    run_merge(models[0], models[1:], out, method=method, drop_rate=0.5, rules=[rule])
+    expected = load_file(out)
+    for config in ({}, {"drop_rate": 0.0}, {"drop_rate": 0.05}):
+        run_merge(models[0], packed, out, method=method, **config)
+        assert_same(load_file(out), expected)
+        run("verify", out, "-q", "--base", models[0], "--merge", *packed)
+    default = {"linear": 0.9, "wudi": 0.0}[method]
+    own = {"drop_rate": [0.5, default], "rules": [{"match": "*bias", "drop_rate": [0.1, default]}]}
+    run_merge(*models[:1], models[1:], out, method=method, **own)
+    expected = load_file(out)
+    run_merge(models[0], [packed[0], models[2]], out, method=method)
+    assert_same(load_file(out), expected)
 
 
 def test_what_is_not_merged_is_whole(tmp_path: Path) -> None:
@@ -316,7 +327,10 @@ def test_analyze_and_warnings_take_the_entries_for_a_sample(tmp_path: Path) -> N
     second = {name: 0.5 * (first[name] + t) for name, t in finetune(base, 2, 0.004).items()}
     paths = save(tmp_path, base=base, math=first, code=second)
     packed = pack_all(paths, 0.5, 42, "--rule", "b*:drop_rate=0.1")
-    mergers = [make_merger(paths[0], models, engine="plain") for models in (paths[1:], packed)]
+    mergers = [
+        make_merger(paths[0], models, engine="plain", drop_rate=0.9)
+        for models in (paths[1:], packed)
+    ]
     whole, sample = (merger.analyze() for merger in mergers)
     merged, sampled = (
         merger.merge(tmp_path / f"out{k}.safetensors") for k, merger in enumerate(mergers)

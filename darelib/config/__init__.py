@@ -1,9 +1,9 @@
 """DareConfig: how to merge, with all settings of a tensor resolved, checked and explained."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from darelib.config.settings import (
     CHECKS,
@@ -174,7 +174,7 @@ class Scope:
 
         thinnings = map(
             make_thinning,
-            each("drop_rate"),
+            each("drop_rate", method.drop_rate),
             each("drop"),
             each("gamma", Thinning.gamma),
             each("epsilon", Thinning.epsilon),
@@ -218,7 +218,7 @@ class DareConfig(Settings):
     """
 
     method: str = DEFAULT
-    drop_rate: Number | Sequence[Number] = 0.9
+    drop_rate: Number | Sequence[Number] | None = None
     drop: str | Sequence[str] = RANDOM
     lambda_coeff: Number = 1.0
     # karcher: how many steps it may take; None: 10.
@@ -343,6 +343,27 @@ class DareConfig(Settings):
     def has_gradients(self) -> bool:
         return any(len(scope.depths) > 1 for scope in self._scopes.values())
 
+    def settle_rates(self, are_packed: Sequence[bool]) -> Self:
+        """The same, with all drop rates stated.
+
+        Where the user gives none, packed models bring theirs, and nothing more of them is dropped;
+        all others have the method's own.
+        """
+
+        def find_rates(method: str) -> float | list[float]:
+            rates = [0.0 if packed else METHODS[method].drop_rate for packed in are_packed]
+            return rates if len({*rates}) > 1 else [*rates, METHODS[method].drop_rate][0]
+
+        if self.drop_rate is not None:
+            return self
+        rules = [
+            replace(rule, drop_rate=find_rates(rule.method))
+            if rule.method and rule.drop_rate is None
+            else rule
+            for rule in self.typed_rules
+        ]
+        return replace(self, drop_rate=find_rates(self.method), rules=rules)
+
     def general(self, count: int) -> TensorSettings:
         return self.for_rule(None, count)
 
@@ -361,7 +382,7 @@ class DareConfig(Settings):
         defaults = {name: value for name, value in numbers.items() if name != "keep_ratio"}
         chosen: dict[str, Any] = {
             "method": self.method,
-            "drop_rate": as_toml(self.drop_rate),
+            "drop_rate": as_toml(method.drop_rate if self.drop_rate is None else self.drop_rate),
             "seed": self.seed,
             "lambda_coeff": as_toml(self.lambda_coeff),
             **({} if rescale is None else {"rescale": rescale}),

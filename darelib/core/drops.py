@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any, Final, NamedTuple
 
@@ -90,6 +90,15 @@ class Thinning:
     def divides_each(self) -> bool:
         """Whether each entry is divided by its own probability to be kept."""
         return self.rescale == EXPECTATION and self.scheme.thresholds is not None
+
+    def raise_to(self, drop_rate: float) -> Thinning:
+        """The same at this drop rate, if it is higher."""
+        if self.drop_rate >= drop_rate:
+            return self
+        divisor = self.divisor
+        if self.rescale == EXPECTATION and divisor == self.keep_rate:
+            divisor = DROPS[self.drop].keep_rate(drop_rate)
+        return replace(self, drop_rate=drop_rate, divisor=divisor)
 
     def list_ends(self, count: int) -> tuple[int, ...]:
         """The last and the first that are kept of so many entries, by size, if any are."""

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from darelib.config import DareConfig
-from darelib.core.drops import DROPS, RANDOM, Thinning
+from darelib.core.drops import DROPS, RANDOM
 from darelib.core.mask import MASK_NAME
 from darelib.core.text import ConfigError, DareError, as_text, count_of, printable
 from darelib.core.tomlfile import MAX_TOML
 from darelib.methods import METHODS
+from darelib.methods.settings import TensorSettings
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.directories import CONFIG_FILE, find_parts
 from darelib.models.source import RECIPE_FILE, Source, recorded_name
@@ -50,6 +51,7 @@ NOT_COPIED: Final = re.compile(
     r"(?i)\..*|README\.md|dare_recipe\.toml|adapter_config\.json|trainer_state\.json"
     r"|checkpoint-\d+|global_step\d+|runs|wandb|__pycache__"
 )
+DARE: Final = "dare"
 EQUAL: Final = "byte for byte"
 NEARLY_EQUAL: Final = "byte for byte on the same machine and nearly so on others"
 # As the Hugging Face Hub wants it.
@@ -60,9 +62,8 @@ base_model:
 base_model_relation: {relation}
 library_name: {library}
 tags:
-- merge
-- dare
-{tags}---
+{tags}
+---
 
 # {title}{kind}
 
@@ -76,7 +77,7 @@ The recipe has every setting. It makes the same tensors again, {equal}, from the
 """
 
 STORY: Final = """\
-Merged from {base} and models fine-tuned from it by {drops} {method}.
+Merged from {base} and models fine-tuned from it by {ways}: {drops} {method}.
 
 {models}"""
 STACK_STORY: Final = """\
@@ -349,12 +350,16 @@ def model_card(
     settings = config.general(len(models))
     resolved = config.resolve_all(len(models))
     is_exact = kind.is_exact and not any(METHODS[own.method].whole for own in resolved)
-    thinnings = [thinning for own in resolved for thinning in own.thinnings]
+    drops = list_drops(resolved)
+    methods = [METHODS[name] for name in dict.fromkeys(own.method for own in resolved)]
+    # Of random drops it is known by the paper's name.
+    words = [DARE if drop == RANDOM else drop for drop in drops] + [each.name for each in methods]
+    papers = [DROPS[drop].card[0] for drop in drops] + [each.paper or each.name for each in methods]
     own = inputs if kind.names_all else inputs[:1]
     listed = [pair for model in own for pair in name_parts(model.source).items()]
     # Of a model with an adapter on top, both: the Hub knows no others.
     named = [show_name(n).split("+") if each.joined else [show_name(n)] for each, n in listed]
-    title = f"A DARE merge of {count_of(len(models), 'model')}"
+    title = f"A merge of {count_of(len(models), 'model')} by {' and '.join(words)}"
     if not models:
         title = f"Layers of {count_of(len(listed), 'model')}"
     story = STORY if models else STACK_STORY
@@ -362,12 +367,13 @@ def model_card(
         front="\n".join(f"- {as_yaml(name)}" for name in dict.fromkeys(itertools.chain(*named))),
         relation=kind.relation,
         library=kind.library,
-        tags="".join(f"- {tag}\n" for tag in kind.tags),
+        tags="\n".join(f"- {tag}" for tag in ("merge", *words, *kind.tags)),
         title=title,
         kind=kind.words,
         story=story.format(
             base=base,
-            drops=describe_drops([thinning for thinning in thinnings if thinning.drop_rate]),
+            ways=" and ".join(papers),
+            drops=describe_drops(drops),
             method=METHODS[settings.method].card(settings),
             models="\n".join(f"- {name}" for name in models),
         ),
@@ -376,17 +382,18 @@ def model_card(
     )
 
 
-def describe_drops(used: Sequence[Thinning]) -> str:
-    """What is dropped of the deltas, up to "... and what is left is".
+def list_drops(resolved: Sequence[TensorSettings]) -> list[str]:
+    """The drops that leave something out."""
+    used = [thinning for own in resolved for thinning in own.thinnings if thinning.drop_rate]
+    return list(dict.fromkeys(thinning.drop for thinning in used))
 
-    used: all that drop something.
-    """
-    cards = [DROPS[drop].card for drop in dict.fromkeys(thinning.drop for thinning in used)]
-    whose = " and ".join(whose for whose, _ in cards or [DROPS[RANDOM].card])
-    how = ", or ".join(how for _, how in cards)
-    if not used:
-        return f"{whose}: here nothing is dropped, and all that each fine-tune changed is"
-    return f"{whose}: most of what each fine-tune changed is dropped {how}, and what is left is"
+
+def describe_drops(drops: Sequence[str]) -> str:
+    """What is dropped of the deltas, up to "... and what is left is"."""
+    if not drops:
+        return "what each fine-tune changed is"
+    how = ", or ".join(DROPS[drop].card[1] for drop in drops)
+    return f"most of what each fine-tune changed is dropped {how}, and what is left is"
 
 
 def card_name(source: Source) -> str:

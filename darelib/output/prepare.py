@@ -161,7 +161,7 @@ def plan_files(
             f"{inputs[0].name!r} is a pipeline of several models, and the output is one file",
             "name a directory; `convert` makes one file of that",
         )
-    recipe = recipe_text(config, inputs, version, tokenizer)
+    recipe = recipe_text(plan.config, inputs, version, tokenizer)
     limit = parse_size(config.max_shard_size) if destination.directory else sys.maxsize
     name = None if destination.directory else destination.path.name
     metadata = recipe_metadata(recipe)

@@ -9,7 +9,6 @@ from typing import Final
 from darelib.config import DareConfig, Rule, count_layers
 from darelib.core.drops import DROPS, NONE, RANDOM, Thinning
 from darelib.core.formats import FORMATS, is_counted
-from darelib.core.mask import keep_threshold
 from darelib.core.text import DareError, count_of, list_names
 from darelib.methods import DEFAULT, METHODS
 from darelib.models.checkpoint import (
@@ -112,10 +111,7 @@ class Refusals:
     def check_drop(
         self, name: str, theirs: TensorInfo, model: Described, method: str, thinning: Thinning
     ) -> None:
-        """Refuse a drop or a method that must see more of a tensor than there is, or keep more.
-
-        Less is possible: masks nest.
-        """
+        """Refuse a drop or a method that must see more of a tensor than there is."""
         needy = {
             f"drop {thinning.drop}": thinning.drop != RANDOM,
             "rescale l1": thinning.restores_sum,
@@ -133,13 +129,6 @@ class Refusals:
                 f"drop {thinning.drop} ranks the entries of a row, and those of {name!r} have "
                 f"{width:,}, more than {MAX_RANKED:,}",
                 f"give it another drop: --rule '{name}:drop=\"{RANDOM}\"'",
-            )
-        rate = theirs.drop_rate
-        if thinning.threshold > keep_threshold(rate):
-            raise DareError(
-                f"{model.name!r} holds what a drop rate of {rate:g} has left of {name!r}, "
-                f"so it cannot be merged at {thinning.drop_rate:g}",
-                f"use a drop rate of {rate:g} or more, or the model itself",
             )
 
     def is_quantised(self, name: str) -> bool:
@@ -265,7 +254,7 @@ def find_odd_settings(
 def list_idle(config: DareConfig) -> list[str]:
     """The settings of deltas that ask for something, for all tensors or by a rule."""
     plain: dict[str, tuple[object, ...]] = {
-        "drop_rate": (DareConfig.drop_rate, 0),
+        "drop_rate": (0,),
         "drop": (RANDOM,),
         "rescale": (True,),
         "rescale_q": (),
@@ -285,9 +274,10 @@ def find_weak_adapters(config: DareConfig, models: Sequence[Described]) -> Itera
     own = config.general(len(models))
     effects: list[str] = []
     flags: list[str] = []
-    if config.drop_rate == DareConfig.drop_rate:
+    drops = config.drop_rate is None and any(own.drop_rates)
+    if drops:
         rates = [0 if m.partial else rate for m, rate in zip(models, own.drop_rates, strict=True)]
-        effects.append(f"lose {config.drop_rate:.0%} of the entries of their change")
+        effects.append(f"lose {max(own.drop_rates):.0%} of the entries of their change")
         flags.append(f"--drop-rate {' '.join(map(str, rates if any(rates) else rates[:1]))}")
     is_shared = config.weights is None and not config.normalize and len(models) > 1
     if config.method == DEFAULT and is_shared:
@@ -295,7 +285,7 @@ def find_weak_adapters(config: DareConfig, models: Sequence[Described]) -> Itera
         effects.append(f"are weighted by {own.weights[0]:.3g}")
         flags.append(f"--weights {' '.join(f'{weight:.4g}' for weight in weights)}")
     is_baked = config.method == DEFAULT and len(adapters) == len(models)
-    if is_baked and config.drop_rate == DareConfig.drop_rate:
+    if is_baked and drops:
         flags = ["--bake"]
     if adapters and effects:
         yield (

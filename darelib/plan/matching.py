@@ -1,6 +1,7 @@
 """Which models change which tensors of the base, and how: by their names, and tied heads."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from darelib.config import Chooser, DareConfig
 from darelib.core.formats import DTYPES, FORMATS
@@ -115,6 +116,12 @@ class Matcher:
                 f"tensor {name!r} of {self.base.name!r} is quantised, so it cannot be scaled",
                 "leave its scale out, or scale the model before it is quantised",
             )
+        # What was dropped before stays so: masks nest.
+        rates = {i: theirs.drop_rate for i, theirs, _ in finetuned if theirs.drop_rate}
+        if rates:
+            numbered = enumerate(settings.thinnings)
+            raised = tuple(own.raise_to(rates.get(i, 0.0)) for i, own in numbered)
+            settings = replace(settings, thinnings=raised)
         for (i, theirs, _), mask_name in zip(finetuned, mask_names, strict=True):
             model = self.models[i]
             self._refusals.check_mask(name, theirs, mask_name, model)

@@ -168,8 +168,9 @@ def plan_merge(
     config: DareConfig, inputs: Sequence[Described], looks_only: bool = False
 ) -> MergePlan:
     """looks_only: nothing is merged, so that settings need not fit."""
-    matcher = Matcher(config, inputs)
     base, *models = inputs
+    settled = config.settle_rates([model.seed is not None for model in models])
+    matcher = Matcher(settled, inputs)
     if looks_only and not models:
         raise ConfigError("there are no models to look at", "give --merge MODEL...")
     seeds = find_seeds(config, inputs)
@@ -188,7 +189,7 @@ def plan_merge(
     return MergePlan(
         base=base.name,
         models=tuple(model.name for model in models),
-        config=config,
+        config=settled,
         tensors=tuple(matcher.tensors),
         threads=count_threads(config, matcher.tensors),
         seeds=seeds,

@@ -23,6 +23,7 @@ from darelib.core.tuning import TUNING
 from darelib.kernels import KernelSpec
 from darelib.kernels.engines import load_kernels
 from darelib.kernels.records import Buffers
+from darelib.methods.method import DARE_RATE
 from darelib.models.checkpoint import Checkpoint, ties_embeddings
 from darelib.models.inputs import explain_read_errors, open_models
 from darelib.models.packed import (
@@ -104,8 +105,8 @@ def choose_settings(request: Request) -> DareConfig:
             f"pack keeps entries at random, and this configuration has drop {others[0]}",
             "set drop to random, or merge the model as it is: such a drop must see all of it",
         )
-    used = {name: value for name, value in request.dare.items() if name in SETTINGS}
-    rate = used.get("drop_rate", DareConfig.drop_rate)
+    used: dict[str, Any] = {name: value for name, value in request.dare.items() if name in SETTINGS}
+    rate = used.setdefault("drop_rate", DARE_RATE)
     rules = (
         Rule(rule.match, drop_rate=rate if rule.drop_rate is None else rule.drop_rate)
         for rule in request.rules

@@ -227,7 +227,7 @@ class Space:
             if not self._matters(name, settings):
                 continue
             # Dividing by less than what is kept would more than undo the dropping.
-            kept = 1 - min(list_numbers(settings["drop_rate"]))
+            kept = 1 - min(list_numbers(find_rate(settings)))
             least = kept if name == "rescale_q" else -math.inf
             named = name_axes(prefix + name, axis).items()
             values = [each.suggest(trial, label, least) for label, each in named]
@@ -250,7 +250,7 @@ class Space:
         return name != "keep_ratio" or drops == {RANDOM}
 
     def _drops_any(self, settings: Settings) -> bool:
-        rates = [settings["drop_rate"], *(rule.drop_rate or 0 for rule in self.config.typed_rules)]
+        rates = [find_rate(settings), *(rule.drop_rate or 0 for rule in self.config.typed_rules)]
         is_searched = any("drop_rate" in axes for _, axes in self.rules)
         return is_searched or any(list_numbers(rates))
 
@@ -321,6 +321,12 @@ class Space:
         if isinstance(axis, Axis) and not axis.values:
             return [axis.low + k / 4 * (axis.high - axis.low) for k in range(5)]
         return [*map(float, filter(is_number, self._list_values("lambda_coeff")))] or [1.0]
+
+
+def find_rate(settings: Settings) -> Any:
+    """The drop rate: the method's own, where none is set."""
+    rate = settings["drop_rate"]
+    return METHODS[settings["method"]].drop_rate if rate is None else rate
 
 
 def equal_lambda(config: DareConfig, count: int) -> float:

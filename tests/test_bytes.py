@@ -311,7 +311,7 @@ TIES_RULES = [
 ]
 LINEAR = {"method": "linear"}
 TIES = {"method": "ties"}
-SLERP = {"method": "slerp"}
+SLERP = {"method": "slerp", "drop_rate": 0.9}
 # The types of the base and the models, and the settings.
 MERGES: dict[str, tuple[str, Settings]] = {
     **{

@@ -20,7 +20,6 @@ from darelib.core.text import ConfigError, DareError, list_names
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.directories import ADAPTER_CONFIG, ADAPTER_FILE, part_name
 from darelib.models.inputs import open_models
-from darelib.models.lora import LowRankTensor
 from darelib.models.lorafile import find_lora_file, name_modules
 from darelib.models.pairs import ALPHA
 from darelib.models.peft import PREFIX, describe_lora, find_adapter, read_settings, sort_keys
@@ -113,7 +112,8 @@ def _name_for_peft(adapter: Checkpoint, base: Checkpoint) -> tuple[Contents, dic
         )
     for name, info in adapter.tensors.items():
         shape = base.tensors[name].shape
-        if not isinstance(info, LowRankTensor) or info.transposed or info.magnitudes:
+        product = info.encoding.product
+        if not product or product.transposed or product.magnitudes:
             raise DareError(
                 f"{name!r} of {adapter.name!r} is DoRA, of a layer of GPT-2, or has other names "
                 "in this base, for which there is no place in what it would become",
@@ -127,12 +127,12 @@ def _name_for_peft(adapter: Checkpoint, base: Checkpoint) -> tuple[Contents, dic
             )
         module = name.removesuffix(".weight")
         points = [1] * (len(shape) - 2)
-        a = replace(info.right, shape=(info.rank, *shape[1:]))
+        a = replace(product.right, shape=(product.rank, *shape[1:]))
         tensors[f"{PREFIX}{module}.lora_A.weight"] = a
-        b = replace(info.left, shape=(shape[0], info.rank, *points))
+        b = replace(product.left, shape=(shape[0], product.rank, *points))
         tensors[f"{PREFIX}{module}.lora_B.weight"] = b
-        ranks[module] = info.rank
-        alphas[module] = _find_alpha(info.scale, info.rank)
+        ranks[module] = product.rank
+        alphas[module] = _find_alpha(product.scale, product.rank)
     config = describe_lora(card_name(base.source), ranks, alphas)
     return list_contents(adapter, tensors), config
 

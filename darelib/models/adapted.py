@@ -3,34 +3,49 @@ gives.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from darelib.core.formats import FORMATS
-from darelib.core.interrupts import Interrupts
 from darelib.core.text import DareError, count_of, list_names
-from darelib.kernels import Kernel, KernelSpec, fallback
+from darelib.kernels import Kernel, KernelSpec
 from darelib.kernels.plain import encode
 from darelib.models.checkpoint import EMBEDDINGS, HEADS, QUANTISE_HINT, Checkpoint, ties_embeddings
-from darelib.models.lora import LoraAdapter, LowRankTensor
+from darelib.models.encodings import PLAIN, Derived, Input, TensorInfo
+from darelib.models.lora import LoraAdapter
 from darelib.models.rows import choose_real, read_values
 from darelib.models.source import Source
-from darelib.models.tensors import TensorInfo
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdaptedTensor(TensorInfo):
-    """A tensor that the adapter changes. It is rounded once, to the model's type."""
+@dataclass(frozen=True, eq=False)
+class Adapted(Derived):
+    """A tensor that an adapter changes. It is rounded once, to the model's type."""
 
     stored: TensorInfo  # the model's
     change: TensorInfo  # the adapter's: what is added, or what replaces it
+    model: Checkpoint = field(repr=False)
+    adapter: Checkpoint = field(repr=False)
 
-    @property
-    def stored_bytes(self) -> int:
+    def stored_bytes(self, info: TensorInfo) -> int:
         return self.change.stored_bytes + self.change.is_delta * self.stored.stored_bytes
+
+    def read(
+        self, model: Input, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
+    ) -> None:
+        if not self.change.is_delta and self.change.dtype == info.dtype:
+            self.adapter.read(self.change, start, count, into)
+            return
+        real = choose_real(info, self.change)
+        values = read_values(self.adapter, self.change, start, count, real)
+        with np.errstate(all="ignore"):  # what is not finite is found by the merge
+            if self.change.is_delta:
+                values += read_values(self.model, self.stored, start, count, real)
+        values[np.isnan(values)] = np.nan  # which no rounding makes a number
+        into[:] = encode(values, info.dtype).view(np.uint8)
 
 
 def check_adapter(adapter: Checkpoint, model: Checkpoint) -> LoraAdapter:
@@ -71,13 +86,11 @@ class AdaptedModel(Checkpoint):
                 f"{adapter.name} has {count} that {model.name} lacks: "
                 f"{list_names(adapter.unused)}; ignored",
             )
-        # Until there are faster ones: some values are read before a merge begins.
-        self.prepare(fallback.load_kernels(self.specs, Interrupts()), 1)
 
-    def _adapt(self, name: str, change: TensorInfo) -> AdaptedTensor:
+    def _adapt(self, name: str, change: TensorInfo) -> TensorInfo:
         stored = self._model.tensors[name]
-        is_product = change.is_delta or isinstance(change, LowRankTensor)
-        if stored.encoding.kind or (is_product and stored.dtype not in FORMATS):
+        is_made = change.encoding is not PLAIN
+        if stored.encoding.kind or (is_made and stored.dtype not in FORMATS):
             raise DareError(
                 f"{name!r} of {self._model.name!r} is {stored.encoding.kind or stored.dtype}, on "
                 "which no adapter can be put",
@@ -90,15 +103,14 @@ class AdaptedModel(Checkpoint):
                 "give the model that it was trained on",
             )
         are_floats = {stored.dtype, change.dtype} <= FORMATS.keys()
-        return AdaptedTensor(
-            dtype=stored.dtype if are_floats else change.dtype,
-            shape=stored.shape,
-            folder=stored.folder,
-            stored=stored,
-            change=change,
-        )
+        dtype = stored.dtype if are_floats else change.dtype
+        if change.dtype == dtype and not is_made:
+            file = change.file + len(self._model.files)
+            return replace(change, file=file, folder=stored.folder)
+        encoding = Adapted(stored, change, self._model, self._adapter)
+        return TensorInfo(dtype, stored.shape, encoding=encoding, folder=stored.folder)
 
-    def _find_tied(self, changed: Mapping[str, AdaptedTensor]) -> dict[str, AdaptedTensor]:
+    def _find_tied(self, changed: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
         """The heads that are stored beside an embedding that is changed, as that embedding."""
         stored = self._model.tensors
         embeddings = [info for name, info in changed.items() if name.endswith(EMBEDDINGS)]
@@ -115,23 +127,6 @@ class AdaptedModel(Checkpoint):
 
     def prepare(self, kernels: Mapping[KernelSpec, Kernel], inputs: int) -> None:
         self._adapter.prepare(kernels, inputs)
-
-    def read_bytes(self, view: memoryview, info: TensorInfo, start: int) -> None:
-        """Of what the adapter changes, the bytes that it would have if it were stored."""
-        if not isinstance(info, AdaptedTensor):
-            self._model.read_bytes(view, info, start)
-        elif not info.change.is_delta and info.change.dtype == info.dtype:
-            info.change.encoding.read_stored(self._adapter, info.change, start, view)
-        else:
-            item = FORMATS[info.dtype].itemsize
-            where = start // item, len(view) // item
-            real = choose_real(info, info.change)
-            values = read_values(self._adapter, info.change, *where, real)
-            with np.errstate(all="ignore"):  # what is not finite is found by the merge
-                if info.change.is_delta:
-                    values += read_values(self, info.stored, *where, real)
-            values[np.isnan(values)] = np.nan  # which no rounding makes a number
-            view[:] = encode(values, info.dtype).view(np.uint8).data
 
     def check_unchanged(self) -> None:
         super().check_unchanged()

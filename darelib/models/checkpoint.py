@@ -22,6 +22,7 @@ from darelib.models.directories import (
     find_shards_beside,
     part_name,
 )
+from darelib.models.encodings import Input
 from darelib.models.source import Source
 from darelib.models.tensorfile import (
     AGAIN_HINT,
@@ -31,7 +32,6 @@ from darelib.models.tensorfile import (
     TensorInfo,
     read_json,
 )
-from darelib.models.tensors import Input
 from darelib.models.vocabulary import digest_tokenizer
 
 # How much of a model's tensors is read to tell it from others: in 256 places, so that most tensors

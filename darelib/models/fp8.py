@@ -25,7 +25,7 @@ from darelib.methods import METHODS
 from darelib.methods.looks import Look
 from darelib.models.checkpoint import QUANTISE_HINT, Checkpoint, module_of, quantised_modules
 from darelib.models.directories import CONFIG_FILE
-from darelib.models.tensors import Encoding, Input, Target, TensorInfo, Writer
+from darelib.models.encodings import Derived, Encoding, Input, Target, TensorInfo, Writer
 
 Array = NDArray[Any]
 
@@ -61,7 +61,7 @@ MAX_GROUP: Final = 1 << 24  # elements of a row of blocks, which is held in memo
 
 
 @dataclass(frozen=True, eq=False)
-class Fp8(Encoding):
+class Fp8(Derived):
     """A matrix in FP8, that is read as float32. Its scales are a tensor themselves."""
 
     kind: ClassVar[str] = "FP8"
@@ -157,7 +157,7 @@ class Fp8(Encoding):
 
 
 @dataclass(frozen=True, eq=False)
-class Unscaled(Encoding):
+class Unscaled(Derived):
     """A tensor in FP8 without a scale. All its values are bfloat16, too."""
 
     kind: ClassVar[str] = "FP8"

@@ -130,7 +130,7 @@ class LoraFile(LoraAdapter):
             is_turned = bool(find_transposed(target, self._ways))
             pair = make_pair(module, parts, self.name)
             scale = self._find_scale(module, pair)
-            changes[target] = make_product(pair, base.tensors[target], scale, is_turned)
+            changes[target] = make_product(self, pair, base.tensors[target], scale, is_turned)
         return changes
 
     def _read_configs(self, modules: Collection[str]) -> dict[str, LoraConfig]:

@@ -11,9 +11,9 @@ from typing import Final, NamedTuple
 from darelib.core.formats import FORMATS
 from darelib.core.text import DareError
 from darelib.models.checkpoint import QUANTISE_HINT
-from darelib.models.lora import UNLOAD_HINT, LowRankTensor
-from darelib.models.pieces import drop_ones
-from darelib.models.tensorfile import AGAIN_HINT, TensorInfo
+from darelib.models.encodings import Product, TensorInfo, drop_ones
+from darelib.models.lora import UNLOAD_HINT, LoraAdapter, LowRank
+from darelib.models.tensorfile import AGAIN_HINT
 
 # How the name of a tensor ends that is a part of a LoRA. Between a letter and "weight" may stand
 # what PEFT calls the adapter.
@@ -125,8 +125,13 @@ def make_pair(module: str, parts: Mapping[str, TensorInfo], adapter: str) -> Pai
 
 
 def make_product(
-    pair: Pair, base: TensorInfo, scale: float, is_turned: bool, whole: TensorInfo | None = None
-) -> LowRankTensor:
+    adapter: LoraAdapter,
+    pair: Pair,
+    base: TensorInfo,
+    scale: float,
+    is_turned: bool,
+    whole: TensorInfo | None = None,
+) -> TensorInfo:
     """What a pair makes of a tensor of the base, or of the whole one that was saved with it.
 
     is_turned: whether a shape of inputs x outputs in the base is that, not another model's.
@@ -152,17 +157,13 @@ def make_product(
                 "give the model that it was trained on",
             )
         whole = base
-    return LowRankTensor(
-        dtype="F64" if base.dtype == "F64" else "F32",
-        shape=base.shape if fits else shape,
-        is_delta=whole is None,
-        left=pair.a if transposed else pair.b,
-        right=pair.b if transposed else pair.a,
-        rank=pair.rank,
-        columns=pair.b.shape[0] if transposed else pair.a.count // pair.rank,
-        transposed=transposed,
-        scale=scale,
+    left, right = (pair.a, pair.b) if transposed else (pair.b, pair.a)
+    encoding = LowRank(
+        product=Product(left, right, pair.rank, transposed, scale, pair.magnitudes),
+        columns=right.count // pair.rank,
+        adapter=adapter,
         whole=whole,
         whole_is_base=whole is base,
-        magnitudes=pair.magnitudes,
     )
+    dtype = "F64" if base.dtype == "F64" else "F32"
+    return TensorInfo(dtype, base.shape if fits else shape, encoding=encoding)

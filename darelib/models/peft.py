@@ -269,7 +269,9 @@ class PeftAdapter(LoraAdapter):
             elif is_turned is None:  # PEFT states what is true of the last module it looked at
                 is_turned = settings.fan_in_fan_out
             scale = settings.find_scale(module, pairs[module])
-            changes[name] = make_product(pairs[module], stored, scale, is_turned, changes.get(name))
+            changes[name] = make_product(
+                self, pairs[module], stored, scale, is_turned, changes.get(name)
+            )
         if is_name(stated) and HUB_NAME.fullmatch(stated) and not is_folder(stated):
             self.stated = stated
         self.modules = {to_base(target): module for target, module in targets.items()}
@@ -285,7 +287,7 @@ class PeftAdapter(LoraAdapter):
             raise InputChanged(f"{self.name!r} changed while it was merged", CHANGED_HINT)
 
     def _explain_missing(self, target: str) -> DareError:
-        base = self._base.tensors
+        base = self.base.tensors
         hint = f"check the base; it has {list_names(list(base))}"
         if target.endswith(HEADS) and any(other.endswith(EMBEDDINGS) for other in base):
             hint = (

@@ -11,23 +11,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from darelib.core.formats import STORED_BITS
-from darelib.models.tensors import Encoding, Input, TensorInfo
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Elements of a tensor, one after the other."""
-
-    info: TensorInfo | None  # None: zeros, where nothing is changed
-    start: int
-    count: int
+from darelib.models.encodings import Derived, Input, Piece, TensorInfo
 
 
 @dataclass(frozen=True, eq=False)
-class Pieces(Encoding):
+class Pieces(Derived):
     """Pieces of other tensors of the same type, one after the other."""
 
     parts: tuple[Piece, ...]
+
+    @property
+    def is_delta(self) -> bool:
+        return any(part.info.is_delta for part in self.parts if part.info)
+
+    def list_pieces(self, info: TensorInfo) -> tuple[Piece, ...]:
+        return self.parts
 
     def stored_bytes(self, info: TensorInfo) -> int:
         parts = [(part.info, part.count) for part in self.parts if part.info]
@@ -48,11 +46,6 @@ class Pieces(Encoding):
                 model.read(part.info, part.start + first - place, last - first, target)
             place += part.count
 
-    def read_stored(self, model: Input, info: TensorInfo, start: int, view: memoryview) -> None:
-        item = STORED_BITS[info.dtype] // 8  # which divides all chunks
-        into = np.frombuffer(view, np.uint8)
-        self.read(model, info, start // item, len(view) // item, into)
-
 
 @dataclass(frozen=True, eq=False)
 class Transposed(Pieces):
@@ -66,25 +59,22 @@ class Transposed(Pieces):
         super().read(model, info, 0, info.count, stored.reshape(-1))
         into[:] = stored.swapaxes(0, 1).reshape(-1)[start * item : (start + count) * item]
 
-
-def list_pieces(info: TensorInfo) -> tuple[Piece, ...]:
-    """What a tensor is made of: of itself, unless it is of others."""
-    encoding = info.encoding
-    return encoding.parts if isinstance(encoding, Pieces) else (Piece(info, 0, info.count),)
+    def revert(self, change: TensorInfo) -> TensorInfo:
+        return transpose(change)
 
 
 def count_used(infos: Iterable[TensorInfo]) -> Counter[int]:
-    """By id: of the tensors of a model that others are made of, how many elements are used."""
+    """By id of a model's tensors: how many of their elements others are made of."""
     used = Counter[int]()
     for info in infos:
-        for piece in list_pieces(info):
+        for piece in info.encoding.list_pieces(info):
             used[id(piece.info)] += piece.count
     return used
 
 
 def transpose(info: TensorInfo) -> TensorInfo:
     encoding = Transposed((Piece(info, 0, info.count),))
-    return TensorInfo(info.dtype, info.shape[::-1], is_delta=info.is_delta, encoding=encoding)
+    return TensorInfo(info.dtype, info.shape[::-1], encoding=encoding)
 
 
 def join(parts: Sequence[Piece], shape: tuple[int, ...]) -> TensorInfo:
@@ -95,21 +85,14 @@ def join(parts: Sequence[Piece], shape: tuple[int, ...]) -> TensorInfo:
             return first
         if first.added_rank:  # a product stays one
             return replace(first, shape=shape)
-    pieces = Pieces(tuple(parts))
-    return TensorInfo(first.dtype, shape, is_delta=first.is_delta, encoding=pieces)
-
-
-def drop_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape without the ones at its end, which say nothing about where its elements are."""
-    end = max((k for k, side in enumerate(shape, 1) if side != 1), default=0)
-    return shape[:end]
+    return TensorInfo(first.dtype, shape, encoding=Pieces(tuple(parts)))
 
 
 def fit_shape(info: TensorInfo, shape: tuple[int, ...]) -> TensorInfo:
     """A convolution of a single point is a matrix, and may be stored as either."""
     sides, wanted = ([side for side in each if side > 1] for each in (info.shape, shape))
     fits = sides == wanted and info.shape != shape and STORED_BITS[info.dtype] >= 8
-    return join(list_pieces(info), shape) if fits else info
+    return join(info.encoding.list_pieces(info), shape) if fits else info
 
 
 def fill_gaps(pieces: Sequence[tuple[int, Piece]], count: int) -> list[Piece] | None:

@@ -15,7 +15,7 @@ from darelib.core.formats import FORMATS
 from darelib.core.text import DareError, list_names
 from darelib.kernels.plain import decode, encode
 from darelib.models.checkpoint import EMBEDDINGS, HEADS, Checkpoint
-from darelib.models.tensors import Encoding, Input, TensorInfo
+from darelib.models.encodings import Derived, Input, TensorInfo
 from darelib.models.vocabulary import (
     UNITE_HINT,
     Union,
@@ -41,7 +41,7 @@ NO_ROW: Final = -1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Rows(Encoding):
+class Rows(Derived):
     """The rows of a stored tensor in another order, some of them made up."""
 
     stored: TensorInfo
@@ -50,8 +50,12 @@ class Rows(Encoding):
     # For rows that are not stored. It holds open models, so that no plan with it can be sent.
     fill: Fill = dataclasses.field(repr=False)
 
+    @property
+    def is_delta(self) -> bool:
+        return self.stored.is_delta
+
     def stored_bytes(self, info: TensorInfo) -> int:
-        return self.stored.stored_bytes if info.is_delta else info.nbytes
+        return self.stored.stored_bytes if self.is_delta else info.nbytes
 
     def read(
         self, model: Input, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
@@ -205,7 +209,7 @@ class Arrangement:
     def _arrange_model(
         self, model: Checkpoint, theirs: TensorInfo, vocabulary: Vocabulary | None
     ) -> None:
-        if theirs.mask_name is not None:
+        if theirs.encoding.mask_name is not None:
             raise DareError(
                 f"{model.name!r} is packed, so that its rows cannot be moved",
                 "give the model itself",
@@ -230,12 +234,8 @@ class Arrangement:
         self._replace(model, Rows(theirs, self.width, numbers, fill), dtype)
 
     def _replace(self, model: Checkpoint, rows: Rows, dtype: str) -> None:
-        model.tensors[self.name] = TensorInfo(
-            dtype,
-            (self.height, *rows.stored.shape[1:]),
-            is_delta=rows.stored.is_delta,
-            encoding=rows,
-        )
+        shape = (self.height, *rows.stored.shape[1:])
+        model.tensors[self.name] = TensorInfo(dtype, shape, encoding=rows)
 
     def _average(self, start: int, count: int, real: str) -> Values:
         made = np.zeros(count, FORMATS[real].real)

@@ -17,9 +17,9 @@ from darelib.core.text import DareError, count_of
 from darelib.kernels import Kernel, KernelSpec
 from darelib.models.checkpoint import Checkpoint, compare_configs
 from darelib.models.directories import CONFIG_FILE
+from darelib.models.encodings import TensorInfo
 from darelib.models.source import Source
 from darelib.models.tensorfile import MAX_TENSORS
-from darelib.models.tensors import TensorInfo
 
 # Tensors outside the layers that come before them; all others come after.
 BEFORE_LAYERS: Final = re.compile(r"emb(?!ed_out)|\bw[tp]e\b")
@@ -120,10 +120,6 @@ class Stack(Checkpoint):
     def prepare(self, kernels: Mapping[KernelSpec, Kernel], inputs: int) -> None:
         for model in self.parts:
             model.prepare(kernels, inputs)
-
-    def read_bytes(self, view: memoryview, info: TensorInfo, start: int) -> None:
-        part = [part for part in self._own.values() if part.files <= info.file][-1]
-        part.model.read_bytes(view, replace(info, file=info.file - part.files), start)
 
     def check_unchanged(self) -> None:
         for model in self.parts:

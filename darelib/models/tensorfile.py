@@ -25,7 +25,7 @@ from typing import Any, Final
 
 from darelib.core.formats import STORED_BITS
 from darelib.core.text import DareError, InputChanged
-from darelib.models.tensors import TensorInfo as TensorInfo
+from darelib.models.encodings import TensorInfo as TensorInfo
 
 # Bytes: more than MAX_TENSORS take with long names, so that no file takes much memory.
 MAX_HEADER: Final = 64_000_000

@@ -12,6 +12,7 @@ from typing import Any, Final, TypeAlias
 from darelib.core.formats import STORED_BITS
 from darelib.core.text import DareError, count_of
 from darelib.models.checkpoint import Checkpoint
+from darelib.models.encodings import Piece, TensorInfo, drop_ones
 from darelib.models.names import (
     ALONE,
     DEEP,
@@ -27,18 +28,13 @@ from darelib.models.names import (
     Share,
 )
 from darelib.models.pieces import (
-    Piece,
-    Transposed,
     count_used,
-    drop_ones,
     fill_gaps,
     fit_shape,
     join,
-    list_pieces,
     transpose,
 )
 from darelib.models.source import Source
-from darelib.models.tensors import TensorInfo
 
 Tensors: TypeAlias = Mapping[str, TensorInfo]
 Named: TypeAlias = dict[str, TensorInfo]
@@ -264,10 +260,9 @@ def put_back(changes: Tensors, base: Tensors, ways: Tensors, adapter: str) -> di
                 f"adapter {adapter!r}",
                 "give the model that it was trained on",
             )
-        if isinstance(way.encoding, Transposed):
-            change = transpose(change)
+        change = way.encoding.revert(change)
         place = 0
-        for piece in list_pieces(way):
+        for piece in way.encoding.list_pieces(way):
             target = own[id(piece.info)]
             found[target].append((piece.start, Piece(change, place, piece.count)))
             place += piece.count

@@ -29,10 +29,10 @@ from darelib.models.checkpoint import (
     ties_embeddings,
 )
 from darelib.models.directories import ADAPTER_CONFIG, ADAPTER_FILE
-from darelib.models.lora import LowRankTensor, find_transposed, find_ways
+from darelib.models.encodings import PLAIN, TensorInfo
+from darelib.models.lora import find_transposed, find_ways
 from darelib.models.peft import PREFIX, describe_lora, last_part
 from darelib.models.source import recorded_name
-from darelib.models.tensors import PLAIN, TensorInfo
 from darelib.output.destination import Destination
 from darelib.output.directory import (
     CARD_FILE,
@@ -293,7 +293,7 @@ def is_changed(tensor: TensorPlan, inputs: Sequence[Checkpoint]) -> bool:
 def differs(name: str, *tensors: tuple[Checkpoint, TensorInfo]) -> bool:
     """Whether a model's tensor differs from the base's: all but equal ones do so at once."""
     [(_, base), (_, info)] = tensors
-    if type(info) is not TensorInfo or info.is_delta or info.shape != base.shape:
+    if info.is_delta or info.shape != base.shape:
         return True
     step = TUNING.max_chunk // 8
     for start in range(0, base.count, step):
@@ -325,8 +325,9 @@ def find_modules(
         is_table = TABLE.fullmatch(tensor.name) or is_beyond(tensor)
         if not is_matrix or is_head or is_apart or is_table:
             continue
-        low = [info for _, info in tensor.finetuned if isinstance(info, LowRankTensor)]
-        stored = low[0].transposed if low else find_transposed(tensor.name, ways)
+        products = [info.encoding.product for _, info in tensor.finetuned]
+        known = [product.transposed for product in products if product]
+        stored = known[0] if known else find_transposed(tensor.name, ways)
         rank = choose_rank(tensor, config.adapter_rank)
         modules[tensor.name] = Module(names.find(module_of(tensor.name)), rank, bool(stored))
     if is_share(config.adapter_rank):

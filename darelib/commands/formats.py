@@ -18,16 +18,14 @@ from darelib.commands.options import Flags, MergerClass, make_merger
 from darelib.commands.report import MergeReport
 from darelib.core.text import ConfigError, DareError, list_names
 from darelib.models.checkpoint import Checkpoint
-from darelib.models.directories import ADAPTER_CONFIG, ADAPTER_FILE, part_name
+from darelib.models.directories import ADAPTER_CONFIG, ADAPTER_FILE, STATED_KEY, part_name
 from darelib.models.inputs import open_models
+from darelib.models.lora import ALPHA
 from darelib.models.lorafile import find_lora_file, name_modules
-from darelib.models.pairs import ALPHA
 from darelib.models.peft import PREFIX, describe_lora, find_adapter, read_settings, sort_keys
-from darelib.models.pieces import count_used
 from darelib.models.source import Source
-from darelib.models.stated import STATED_KEY
 from darelib.models.tensorfile import PICKLE_SUFFIXES, TensorInfo, convert_hint, read_json
-from darelib.models.translation import find_homes, name_originally
+from darelib.models.translation import count_used, find_homes, name_originally
 from darelib.output.directory import card_name, find_side_files
 from darelib.output.scratch import write_new_folder
 from darelib.output.tensors import Contents, encode_file, list_contents, write_tensors

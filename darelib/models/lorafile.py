@@ -17,13 +17,15 @@ from darelib.core.formats import widen
 from darelib.core.text import DareError, list_names
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.directories import ADAPTER_CONFIG, PIPELINE_FILE, Layout, find_weights
-from darelib.models.lora import UNLOAD_HINT, LoraAdapter, find_transposed
-from darelib.models.pairs import (
+from darelib.models.lora import (
     ALPHA,
     INTEGER_ALPHAS,
     OTHER_PARTS,
     PART,
+    UNLOAD_HINT,
+    LoraAdapter,
     Pair,
+    find_transposed,
     make_pair,
     make_product,
     sort_parts,

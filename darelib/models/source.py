@@ -12,8 +12,8 @@ from typing import Any, Final, Self, TypeAlias
 
 from darelib.config import is_count
 from darelib.core.text import LISTED, ConfigError, DareError, as_text, install_hint, nearest
-from darelib.models.templates import TEMPLATES
 from darelib.models.tensorfile import PICKLE_SUFFIXES, WEIGHT_SUFFIXES
+from darelib.models.vocabulary import TEMPLATES
 
 # The files that a model in a directory is named by; the directory's name says more.
 MODEL_FILES: Final = (

@@ -26,11 +26,11 @@ from darelib.models.source import (
     download,
     recorded_name,
 )
-from darelib.models.templates import TEMPLATES
 from darelib.models.tensorfile import open_regular, read_json
 from darelib.models.vocabulary import (
     ADDED_START,
     ADDED_TABLE,
+    TEMPLATES,
     TOKENIZER_FILE,
     Vocabulary,
     describe_differences,

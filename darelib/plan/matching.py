@@ -117,7 +117,8 @@ class Matcher:
                 "leave its scale out, or scale the model before it is quantised",
             )
         # What was dropped before stays so: masks nest.
-        rates = {i: theirs.drop_rate for i, theirs, _ in finetuned if theirs.drop_rate}
+        known = {i: theirs.encoding.drop_rate for i, theirs, _ in finetuned}
+        rates = {i: rate for i, rate in known.items() if rate}
         if rates:
             numbered = enumerate(settings.thinnings)
             raised = tuple(own.raise_to(rates.get(i, 0.0)) for i, own in numbered)

@@ -122,7 +122,8 @@ class Checkpoint(Input):
     tokenizer_sha256: str | None = None  # where that decides which rows are merged
     keeps_metadata: ClassVar[bool] = False  # of its files
     note: str = ""  # about its kind, for tables
-    # Of an adapter: what it calls the modules of the base's tensors, and the base, on the Hub.
+    # Of an adapter: what it calls the modules of the base's tensors, and the base, unless that is
+    # an absolute path.
     modules: Mapping[str, str] = MappingProxyType({})
     stated: str = ""
     specs: frozenset[KernelSpec] = frozenset()  # the kernels that read needs

@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any, Final, Self
 
 from darelib.config import is_count, is_number
@@ -38,7 +38,7 @@ from darelib.models.lora import (
     make_product,
     sort_parts,
 )
-from darelib.models.source import HUB_NAME, Source
+from darelib.models.source import Source
 from darelib.models.tensorfile import (
     AGAIN_HINT,
     CHANGED_HINT,
@@ -264,6 +264,11 @@ def read_stated(stated: object) -> dict[str, Any]:
     return read_config(Path(stated)) if is_name(stated) and is_folder(stated) else {}
 
 
+def is_absolute(path: str) -> bool:
+    """Whether it is a path of one machine only, on any system."""
+    return path.startswith(("/", "\\", "~")) or bool(PureWindowsPath(path).drive)
+
+
 def find_other_base(name: str, stated: Any, base: Checkpoint) -> Iterator[str]:
     """What to warn of where an adapter states another base than it gets."""
     if not is_name(stated):
@@ -345,7 +350,7 @@ class PeftAdapter(LoraAdapter):
             changes[name] = make_product(
                 self, pairs[module], stored, scale, is_turned, changes.get(name)
             )
-        if is_name(stated) and HUB_NAME.fullmatch(stated) and not is_folder(stated):
+        if is_name(stated) and not is_absolute(stated):
             self.stated = stated
         self.modules = {to_base(target): module for target, module in targets.items()}
         return changes

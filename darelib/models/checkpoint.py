@@ -34,8 +34,7 @@ from darelib.models.tensorfile import (
 )
 from darelib.models.vocabulary import digest_tokenizer
 
-# How much of a model's tensors is read to tell it from others: in 256 places, so that most tensors
-# have one.
+# A model is told from others by 256 pages of its tensors, so that most tensors have one.
 PAGES, PAGE_BYTES = 256, 4096
 # What is used of a model's configuration: what shapes its computation, by the names that the
 # families have for it.
@@ -241,8 +240,8 @@ class Checkpoint(Input):
         digest = hashlib.sha256()
         page = bytearray(PAGE_BYTES)
         for k in range(PAGES if stored else 0):
-            number, rest = divmod(k * len(stored), PAGES)
-            _, size, info = stored[number]
+            place, rest = divmod(k * len(stored), PAGES)
+            _, size, info = stored[place]
             view = memoryview(page)[:size]
             self.read_bytes(view, info, (size - len(view)) * rest // PAGES)
             digest.update(view)
@@ -329,9 +328,9 @@ def _pick_rope(table: dict[str, Any]) -> dict[str, Any]:
 def compare_configs(
     mine: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str = ""
 ) -> dict[str, str]:
-    """What two configurations both state, but differently: by key, in words.
+    """The settings in which two configurations differ: by key, in words.
 
-    What only one states is no difference.
+    A setting that only one of them states is no difference.
     """
     compared = mine.keys() & theirs.keys() - {"text_config", NAME_KEY}
     found = {

@@ -38,11 +38,11 @@ from darelib.models.tensorfile import MAX_TENSORS
 
 # Tensors outside the layers that come before them; all others come after.
 BEFORE_LAYERS: Final = re.compile(r"emb(?!ed_out)|\bw[tp]e\b")
-# What configurations call the number of layers, and the lists in them that are not by layer.
+# What configurations call the depth of a model, and their lists that are not by layer.
 COUNTS: Final = re.compile(r"(num|n)_(\w+_)?layers?")
 NOT_BY_LAYER: Final = re.compile(r"architectures|\w*token_ids?")
-# The lists that hold the numbers of some layers.
-NUMBERS: Final = re.compile(
+# The lists of the indices of some layers.
+INDEX_LISTS: Final = re.compile(
     "(mlp_only|moe|cross_attention|rope_scaling)_layers|attn_layer_indices|full_attn_idxs"
     "|local_layer_ids"
 )
@@ -173,9 +173,9 @@ class AdaptedModel(Checkpoint):
 class Part:
     model: Checkpoint
     files: int  # how many files of others come before its own
-    kind: str  # what is before the number of a layer in a name
+    kind: str  # what is before the index of a layer in a name
     depth: int
-    # Its tensors, by layer; those before the layers have the number -1, those after them the depth.
+    # Its tensors, by layer; those before the layers have the index -1, those after them the depth.
     layers: Mapping[int, dict[str, TensorInfo]]
 
     @classmethod
@@ -199,9 +199,11 @@ class Part:
         return self.model.read_tables()
 
     def find_entry(self, key: str, layer: int) -> Any:
-        """What its configuration says of one of its layers; of numbers, whether they name it."""
+        """What its configuration says of one of its layers; of a list of indices, whether it has
+        that of the layer.
+        """
         for listed in (table.get(key) for table in self.tables):
-            if isinstance(listed, list) and NUMBERS.fullmatch(key):
+            if isinstance(listed, list) and INDEX_LISTS.fullmatch(key):
                 return layer in listed
             if isinstance(listed, list) and len(listed) == self.depth:
                 return listed[layer]
@@ -264,7 +266,7 @@ class Stack(Checkpoint):
 
     @cached_property
     def _order(self) -> list[tuple[Part, int]]:
-        """The layers, one after the other: whose they are, and their numbers there."""
+        """The layers, one after the other: whose they are, and their indices there."""
         slices = self.source.slices
         # Before any is listed: a range may be long, and be given often.
         total = sum(own.stop - own.start for own in slices)
@@ -320,7 +322,7 @@ class Stack(Checkpoint):
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The first model's, but for the number of its layers."""
+        """The first model's, without its depth."""
         config = self._home.model.config
         text = hide_counts(config.get("text_config", {}))
         return {**hide_counts(config), "text_config": text} if config else {}
@@ -329,14 +331,14 @@ class Stack(Checkpoint):
         depth = self._home.depth
         changes: dict[str, tuple[Any, Any]] = {}
         for key, value in (entry for table in tables for entry in table.items()):
-            has_numbers = NUMBERS.fullmatch(key)
-            is_list = isinstance(value, list) and (has_numbers or len(value) == depth)
+            has_indices = INDEX_LISTS.fullmatch(key)
+            is_list = isinstance(value, list) and (has_indices or len(value) == depth)
             if COUNTS.fullmatch(key) and value == depth:
                 changes[key] = value, len(self._order)
             elif is_list and not NOT_BY_LAYER.fullmatch(key):
                 own = [part.find_entry(key, layer) for part, layer in self._order]
                 named = [place for place, is_named in enumerate(own) if is_named]
-                changes[key] = value, named if has_numbers else own
+                changes[key] = value, named if has_indices else own
         return changes
 
 

@@ -321,8 +321,8 @@ def is_folder(stated: str) -> bool:
 
 
 def find_base(adapters: Sequence[Source]) -> Source:
-    """The base that all adapters name, which must be on this machine, or in its cache of the Hub:
-    what nobody asked for is not downloaded.
+    """The base that all adapters name. It must be on this machine, or in its cache of the Hub:
+    nothing is downloaded that nobody asked for.
     """
     if not adapters:
         raise ConfigError("there is no base model", BASE_HINT)

@@ -141,9 +141,9 @@ def open_models(
     """The inputs, open for reading: the base, which is the first, and the models. Downloads those
     of the Hub.
 
-    tokenizer: of what is made of them: if it is all tokens together, or those of an input that has
-    others than the base, each token has the same number everywhere. config: of their merge, for
-    which models are fitted to the base; None: they are as they are.
+    tokenizer: of the output. If it is the union, or an input's with other tokens than the base, all
+    inputs get its token ids. config: of a merge, for which models are fitted to the base; None:
+    they stay as they are.
     """
     inputs: list[Checkpoint] = []
     with ExitStack() as opened:

@@ -1,8 +1,8 @@
 """LoRA adapters: two small matrices for each tensor that they change, seen as tensors of the base.
 
 An element is scale * (left @ right), with the products added in the order of the rank, so that it
-has the same bits whatever range of elements is read. An adapter of DoRA also sets how long what
-each output is made of is, its magnitude: then an element is one of the changed tensor,
+has the same bits whatever range of elements is read. DoRA also sets the length of each output, its
+magnitude. Its elements are those of the changed tensor:
 magnitude / length * (base + scale * (left @ right)).
 """
 
@@ -99,7 +99,7 @@ class LoraAdapter(Checkpoint):
         self._describe(base)
 
     def _find_changes(self, base: Checkpoint) -> dict[str, TensorInfo]:
-        """By the base's names, how what it changes is made; what the base lacks has other names."""
+        """The changed tensors by the base's names, and those that the base lacks by other names."""
         raise NotImplementedError
 
     @cached_property
@@ -219,7 +219,7 @@ class LowRank(Derived):
             made += widen(raw, self.whole.dtype)
 
     def _spread_factors(self, info: TensorInfo, start: int, count: int) -> NDArray[Any]:
-        """For each element, what makes its output as long as it is to be."""
+        """For each element, the factor that gives its output its magnitude."""
         with self._lock:  # the first thread that needs them finds them
             if not self._factors:
                 self._factors.append(self._find_factors(info))

@@ -1,4 +1,4 @@
-"""Packed models: of a fine-tune, only the entries that a mask keeps; the mask is drawn again."""
+"""Packed models: the entries of a fine-tune that a mask keeps. The mask is drawn again."""
 
 from __future__ import annotations
 

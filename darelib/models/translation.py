@@ -1,5 +1,5 @@
-"""Tensors of diffusion models by all names that they have (see names): those of another model are
-found by them, and put back to the names of a base.
+"""Diffusion models by either kind of names (see names): a model's tensors get the base's names, as
+pieces of what the model stores.
 """
 
 import math
@@ -35,7 +35,7 @@ from darelib.models.source import Source
 Tensors: TypeAlias = Mapping[str, TensorInfo]
 Named: TypeAlias = dict[str, TensorInfo]
 
-NUMBER: Final = re.compile(r"\.\d+(?=\.)")
+INDEX: Final = re.compile(r"\.\d+(?=\.)")
 # Elements, ten times those of the largest projection: all of it is read for each chunk of it.
 MAX_TRANSPOSED: Final = 1 << 24
 LONGEST: Final = 80  # letters of a module in any table: names of files may have many thousands
@@ -57,15 +57,16 @@ class Home:
 
 
 def find_homes(tensors: Tensors) -> list[Home]:
-    """The components that a model has, or, if nothing stands before its names, those that it may
-    be; none: it is no diffusion model that is known.
+    """The components of a diffusion model; if its names have no prefix, all that it may be.
+
+    None: it is no known diffusion model.
     """
     homes: dict[str, Home] = {}
     known = [(prefix, own) for own, prefixes in PREFIXES for prefix in prefixes]
     bare = [("", component) for component, _ in PREFIXES]
     for pairs in (known, bare):
         for prefix, component in pairs:
-            # What has but one kind of names is only known among others.
+            # A component with one kind of names is only recognised by its prefix.
             maps = [own for own in MAPS if own.component == component and (prefix or own.table)]
             for own in maps:
                 kinds = [k for k, name in enumerate(own.markers) if f"{prefix}{name}" in tensors]
@@ -139,11 +140,11 @@ def _rename(name: str, names: Mapping[str, str]) -> str:
 
 
 def _find_entry(name: str, table: Mapping[str, Any]) -> tuple[str, str, str]:
-    """The longest start of a name, up to a dot, that a table has, what comes after that, and the
-    number of the block; of a name that it does not have, all of it.
+    """The longest start of a name, up to a dot, that a table has, the rest, and the index of the
+    block. Of a name that is not in the table, all of it.
     """
-    match = NUMBER.search(name)
-    for form in (name, NUMBER.sub(".#", name, count=1)):
+    match = INDEX.search(name)
+    for form in (name, INDEX.sub(".#", name, count=1)):
         end = len(form) if len(form) <= LONGEST else form.rfind(".", 0, LONGEST + 1)
         while end > 0:
             if form[:end] in table:
@@ -158,7 +159,7 @@ def _turn(tensors: Tensors, table: Mapping[str, list[Share]]) -> Named:
     for name, info in tensors.items():
         if STORED_BITS[info.dtype] < 8:  # whose elements have no places of their own
             continue
-        entry, rest, number = _find_entry(name, table)
+        entry, rest, index = _find_entry(name, table)
         sides = len(info.shape)
         if entry in TRANSPOSED and sides == 2:
             if info.count > MAX_TRANSPOSED:
@@ -167,7 +168,7 @@ def _turn(tensors: Tensors, table: Mapping[str, list[Share]]) -> Named:
         elif entry in POINTS and sides in (2, 4):
             info = fit_shape(info, info.shape[:2] if sides == 4 else (*info.shape, 1, 1))
         for share in table.get(entry, [Share(name, 0, 0, 1, 1, 1)]):
-            found[share.name.replace(".#", number) + rest].append((share, info))
+            found[share.name.replace(".#", index) + rest].append((share, info))
     made = {name: _join_shares(parts) for name, parts in found.items()}
     return {name: info for name, info in made.items() if info}
 
@@ -196,12 +197,12 @@ def _join_shares(parts: list[tuple[Share, TensorInfo]]) -> TensorInfo | None:
 
 
 def use_names(model: Checkpoint, base: Checkpoint) -> None:
-    """Give what a diffusion model calls otherwise than the base does the base's names."""
+    """Give the tensors of a diffusion model the base's names."""
     found = {} if model.partial else match_names(model.tensors, base.tensors, model.source)
     if not found:
         return
     used = count_used(found.values())
-    # What the base takes but a part of is among the rest, too, and so reported as ignored.
+    # A tensor of which the base uses only a part stays, too, and is reported as ignored.
     own = {n: info for n, info in model.tensors.items() if used.get(id(info), -1) < info.count}
     model.warnings += (
         f"{model.name} has other names than the base: {len(used):,} of "
@@ -240,8 +241,8 @@ def _match(homes: Iterable[Home], tensors: Tensors, base: Tensors) -> Named:
 
 
 def put_back(changes: Tensors, base: Tensors, ways: Tensors, adapter: str) -> dict[str, TensorInfo]:
-    """Changes of an adapter, by the names of the base. ways: other names, of what is made of the
-    base's.
+    """Changes of an adapter, by the names of the base. ways: tensors made of the base's, by other
+    names.
     """
     made = {name: change for name, change in changes.items() if name in base}
     own = {id(info): name for name, info in base.items()}

@@ -53,8 +53,8 @@ from darelib.config import DareConfig, Rule
 from darelib.core.interrupts import Interrupts, ignore_signals
 from darelib.core.text import LOG, ConfigError, DareError
 from darelib.core.tuning import raise_open_file_limit
+from darelib.models.directories import find_base
 from darelib.models.source import Given, Source, recorded_name
-from darelib.models.stated import find_base
 from darelib.run import check_runner, load_memory
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import dare
 from dare import DareConfig, DareError
 from darelib.kernels.lowrank import approximate
+from darelib.models.directories import STATED_KEY
 from darelib.plan.plan import Job
 from darelib.run import matrices
 from darelib.run.rounds import run_rounds
@@ -315,18 +316,54 @@ def test_a_head_may_be_the_embedding_where_nothing_says_what_the_base_is(tmp_pat
     assert torch.equal(head, table)
 
 
-@pytest.mark.parametrize("is_here", [True, False])
-def test_a_path_that_looks_like_a_name_on_the_hub_is_none(
-    tmp_path: Path, monkeypatch: Patch, is_here: bool
+@pytest.mark.parametrize(
+    ("names", "name"),
+    [
+        (["models/base"] * 2, "models/base"),
+        (["./models/base/"] * 2, "./models/base/"),
+        (["org/base"] * 2, "org/base"),  # on the Hub
+        (["org/base", "/elsewhere/base"], "org/base"),
+        (["org/base", None], "org/base"),
+        (["org/base", "models/base"], "org/base"),
+        (["models/base", "./models/base"], "base"),
+        (["org/other"] * 2, "base"),
+        (["/elsewhere/base"] * 2, "base"),
+        (["C:\\models\\base"] * 2, "base"),
+        (["\\\\server\\base"] * 2, "base"),
+    ],
+    ids=str,
+)
+def test_an_adapter_names_the_base_as_its_inputs_do_unless_that_is_an_absolute_path(
+    tmp_path: Path, monkeypatch: Patch, names: list[str | None], name: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    base, _ = make_base(tmp_path / ("org" if is_here else "models"))
-    adapter = make_lora(tmp_path / "a", 3, 1)
-    config = read_json(adapter / "adapter_config.json") | {"base_model_name_or_path": "org/base"}
-    (adapter / "adapter_config.json").write_text(json.dumps(config))
-    run_merge(base, [adapter], tmp_path / "out", drop_rate=0.0, adapter_rank=2)
-    made = read_json(tmp_path / "out" / "adapter_config.json")
-    assert made["base_model_name_or_path"] == ("base" if is_here else "org/base")
+    make_base(tmp_path / "models")
+    for k, stated in enumerate(names):
+        path = make_lora(tmp_path / f"a{k}", 3, k) / "adapter_config.json"
+        path.write_text(json.dumps(read_json(path) | {STATED_KEY: stated}))
+    run("-q", "-b", "models/base", "-m", "a0", "a1", "-o", "both", "--adapter-rank=full",
+        "--drop-rate=0")  # fmt: skip
+    assert read_json(Path("both/adapter_config.json"))[STATED_KEY] == name
+    if name == "models/base":
+        run("-q", "-m", "both", "-o", "again", "--drop-rate=0")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
+def test_peft_finds_the_base_of_an_adapter_that_was_merged(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    import peft
+
+    monkeypatch.chdir(tmp_path)
+    family_model("llama").save_pretrained("models/base")
+    for k in range(2):
+        make_adapter(Path(f"a{k}"), Path("models/base"), "plain", k)
+    run("-q", "-m", "a0", "a1", "-o", "both", "--adapter-rank=full", "--drop-rate=0")
+    run("-q", "-m", "a0", "a1", "-o", "merged", "--drop-rate=0")
+    found = find_logits(peft.AutoPeftModelForCausalLM.from_pretrained("both"))
+    wanted = find_logits(load("llama", Path("merged")))
+    assert float((found - wanted).abs().max()) < 2e-5
 
 
 def test_a_base_in_the_cache_of_the_hub_is_called_by_its_name_there(tmp_path: Path) -> None:
@@ -352,7 +389,6 @@ def test_an_adapter_without_a_matrix_is_refused(tmp_path: Path, capsys: Capture,
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["--adapter-rank", "full"], "layers.0"),
         (["--adapter-rank", "0"], "adapter-rank"),
         (["--adapter-rank", "2.5"], "adapter-rank"),
         (["--adapter-rank", "ful"], "full"),
@@ -373,6 +409,34 @@ def test_what_cannot_be_an_adapter_is_refused_and_nothing_is_written(
     assert dare.main([str(word) for word in given]) in (1, 2)
     assert named in capsys.readouterr().err
     assert snapshot(tmp_path) == before
+
+
+SETTINGS = "entries are dropped, or the method is neither linear nor wudi"
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--merge", "b", "dora"], "'dora' is DoRA"),
+        (["--merge", "b", "whole"], "'whole' saves that module whole"),
+        (["--merge", "b", "t"], "'t' is a model, not an adapter"),
+        (["--drop-rate", "0.5"], SETTINGS),
+        (["--method", "ties"], SETTINGS),
+    ],
+)
+def test_full_names_the_adapter_that_has_no_rank_and_says_why(
+    tmp_path: Path, capsys: Capture, monkeypatch: Patch, words: list[str], reason: str
+) -> None:
+    make_inputs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    up = f"{PREFIX}layers.0.up"
+    lengths = {f"{up}.lora_magnitude_vector": torch.ones(48)}
+    write_adapter(Path("dora"), low_rank("layers.0.up", (48, 40)) | lengths, use_dora=True)
+    write_adapter(Path("whole"), {f"{up}.weight": torch.ones(48, 40)})
+    run("-q", "--base", "base", "--merge", "b", "--drop-rate", "0", "--output", "out",
+        "--adapter-rank", "full", *words, status=1)  # fmt: skip
+    assert f".weight' is no product of the adapters' matrices: {reason}" in capsys.readouterr().err
+    assert not Path("out").exists()
 
 
 @pytest.mark.parametrize("missing", ["--merge", "--adapter-rank", "--output"])

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from dare import DareConfig
 from darelib.config import Chooser, Gradient
-from darelib.models.templates import TEMPLATES
+from darelib.models.vocabulary import TEMPLATES
 from darelib.requests.mergekit import parse_yaml
 from darelib.requests.request import Request
 from tests.support import (

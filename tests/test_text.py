@@ -16,7 +16,6 @@ import torch
 import dare
 from darelib.core.text import install_hint
 from tests.support import (
-    command,
     finetune,
     low_rank,
     random_model,
@@ -165,26 +164,6 @@ def test_no_name_reaches_a_terminal_as_more_than_text(
             )
             counts.append((out.count("\n"), err.count("\n")))
     assert lines["plain"] == lines[TRICK]
-
-
-def test_what_python_thinks_of_a_pattern_does_not_reach_the_terminal(
-    models: list[Path], tmp_path: Path
-) -> None:
-    """It warns of patterns like [[a], in lines of its own with a piece of our source."""
-    ranks = dict.fromkeys(("[[a]", "a--b", "[a||b]"), 3)
-    done = command(
-        "-q",
-        "--engine",
-        "plain",
-        "--drop-rate=0",
-        "-b",
-        models[0],
-        "-m",
-        write_adapter(tmp_path / "adapter", low_rank("layer", (37, 61)), rank_pattern=ranks),
-        "-o",
-        tmp_path / "out.safetensors",
-    )
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_hints_to_install_fit_how_the_tool_was_installed(tmp_path: Path, monkeypatch: Any) -> None:

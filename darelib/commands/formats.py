@@ -18,17 +18,14 @@ from darelib.commands.options import Flags, MergerClass, make_merger
 from darelib.commands.report import MergeReport
 from darelib.core.text import ConfigError, DareError, list_names
 from darelib.models.checkpoint import Checkpoint
-from darelib.models.directories import ADAPTER_CONFIG, ADAPTER_FILE, part_name
+from darelib.models.directories import ADAPTER_CONFIG, ADAPTER_FILE, STATED_KEY, part_name
 from darelib.models.inputs import open_models
-from darelib.models.lora import LowRankTensor
+from darelib.models.lora import ALPHA
 from darelib.models.lorafile import find_lora_file, name_modules
-from darelib.models.pairs import ALPHA
 from darelib.models.peft import PREFIX, describe_lora, find_adapter, read_settings, sort_keys
-from darelib.models.pieces import count_used
 from darelib.models.source import Source
-from darelib.models.stated import STATED_KEY
 from darelib.models.tensorfile import PICKLE_SUFFIXES, TensorInfo, convert_hint, read_json
-from darelib.models.translation import find_homes, name_originally
+from darelib.models.translation import count_used, find_homes, name_originally
 from darelib.output.directory import card_name, find_side_files
 from darelib.output.scratch import write_new_folder
 from darelib.output.tensors import Contents, encode_file, list_contents, write_tensors
@@ -113,7 +110,8 @@ def _name_for_peft(adapter: Checkpoint, base: Checkpoint) -> tuple[Contents, dic
         )
     for name, info in adapter.tensors.items():
         shape = base.tensors[name].shape
-        if not isinstance(info, LowRankTensor) or info.transposed or info.magnitudes:
+        product = info.encoding.product
+        if not product or product.transposed or product.magnitudes:
             raise DareError(
                 f"{name!r} of {adapter.name!r} is DoRA, of a layer of GPT-2, or has other names "
                 "in this base, for which there is no place in what it would become",
@@ -127,12 +125,12 @@ def _name_for_peft(adapter: Checkpoint, base: Checkpoint) -> tuple[Contents, dic
             )
         module = name.removesuffix(".weight")
         points = [1] * (len(shape) - 2)
-        a = replace(info.right, shape=(info.rank, *shape[1:]))
+        a = replace(product.right, shape=(product.rank, *shape[1:]))
         tensors[f"{PREFIX}{module}.lora_A.weight"] = a
-        b = replace(info.left, shape=(shape[0], info.rank, *points))
+        b = replace(product.left, shape=(shape[0], product.rank, *points))
         tensors[f"{PREFIX}{module}.lora_B.weight"] = b
-        ranks[module] = info.rank
-        alphas[module] = _find_alpha(info.scale, info.rank)
+        ranks[module] = product.rank
+        alphas[module] = _find_alpha(product.scale, product.rank)
     config = describe_lora(card_name(base.source), ranks, alphas)
     return list_contents(adapter, tensors), config
 

@@ -15,8 +15,8 @@ from darelib.core.drops import DROPS
 from darelib.core.text import LOG, ConfigError, nearest, print_result
 from darelib.methods import METHODS
 from darelib.methods.settings import BASE, ZERO
-from darelib.models.stated import BASE_HINT
-from darelib.models.templates import TEMPLATES
+from darelib.models.directories import BASE_HINT
+from darelib.models.vocabulary import TEMPLATES
 from darelib.requests.readers import YAML_SUFFIXES, load_request
 from darelib.requests.request import Request, explain_key, layer_flags
 

@@ -22,6 +22,7 @@ from darelib.models.directories import (
     find_shards_beside,
     part_name,
 )
+from darelib.models.encodings import Input
 from darelib.models.source import Source
 from darelib.models.tensorfile import (
     AGAIN_HINT,
@@ -31,11 +32,9 @@ from darelib.models.tensorfile import (
     TensorInfo,
     read_json,
 )
-from darelib.models.tensors import Input
 from darelib.models.vocabulary import digest_tokenizer
 
-# How much of a model's tensors is read to tell it from others: in 256 places, so that most tensors
-# have one.
+# A model is told from others by 256 pages of its tensors, so that most tensors have one.
 PAGES, PAGE_BYTES = 256, 4096
 # What is used of a model's configuration: what shapes its computation, by the names that the
 # families have for it.
@@ -122,7 +121,8 @@ class Checkpoint(Input):
     tokenizer_sha256: str | None = None  # where that decides which rows are merged
     keeps_metadata: ClassVar[bool] = False  # of its files
     note: str = ""  # about its kind, for tables
-    # Of an adapter: what it calls the modules of the base's tensors, and the base, on the Hub.
+    # Of an adapter: what it calls the modules of the base's tensors, and the base, unless that is
+    # an absolute path.
     modules: Mapping[str, str] = MappingProxyType({})
     stated: str = ""
     specs: frozenset[KernelSpec] = frozenset()  # the kernels that read needs
@@ -240,8 +240,8 @@ class Checkpoint(Input):
         digest = hashlib.sha256()
         page = bytearray(PAGE_BYTES)
         for k in range(PAGES if stored else 0):
-            number, rest = divmod(k * len(stored), PAGES)
-            _, size, info = stored[number]
+            place, rest = divmod(k * len(stored), PAGES)
+            _, size, info = stored[place]
             view = memoryview(page)[:size]
             self.read_bytes(view, info, (size - len(view)) * rest // PAGES)
             digest.update(view)
@@ -328,9 +328,9 @@ def _pick_rope(table: dict[str, Any]) -> dict[str, Any]:
 def compare_configs(
     mine: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str = ""
 ) -> dict[str, str]:
-    """What two configurations both state, but differently: by key, in words.
+    """The settings in which two configurations differ: by key, in words.
 
-    What only one states is no difference.
+    A setting that only one of them states is no difference.
     """
     compared = mine.keys() & theirs.keys() - {"text_config", NAME_KEY}
     found = {

@@ -8,13 +8,14 @@ import fnmatch
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Final
+from typing import Final, TypeGuard
 
-from darelib.core.text import DareError, as_text, list_names
-from darelib.models.source import Source, check_links
+from darelib.core.text import LOG, ConfigError, DareError, as_text, list_names
+from darelib.models.source import Source, check_links, download, is_on_hub
 from darelib.models.tensorfile import (
     AGAIN_HINT,
     GGUF_HINT,
@@ -77,6 +78,8 @@ OTHER_KINDS: Final = (
         "download its folders, too (unet, transformer, text_encoder, ...), in that format",
     ),
 )
+STATED_KEY: Final = "base_model_name_or_path"
+BASE_HINT: Final = "give --base MODEL, or base_file in [models] of a --config file"
 
 
 @dataclass(frozen=True)
@@ -303,3 +306,60 @@ def _is_inside(name: str) -> bool:
         and as_text(name).isprintable()
         and as_text(name) == name
     )
+
+
+# --- the base that adapters name ----------------------------------------------------------------
+
+
+def is_name(stated: object) -> TypeGuard[str]:
+    return isinstance(stated, str) and 0 < len(stated) <= 1000
+
+
+def is_folder(stated: str) -> bool:
+    """Whether a path of an adapter's is here. No adapter may have another machine asked."""
+    return not re.match(r"[/\\]{2}", stated) and os.path.isdir(stated)
+
+
+def find_base(adapters: Sequence[Source]) -> Source:
+    """The base that all adapters name. It must be on this machine, or in its cache of the Hub:
+    nothing is downloaded that nobody asked for.
+    """
+    if not adapters:
+        raise ConfigError("there is no base model", BASE_HINT)
+    trained = {_read_name(adapter): adapter.name for adapter in adapters}
+    if len(trained) > 1:
+        (one, first), (other, second), *_ = trained.items()
+        raise ConfigError(
+            f"{first!r} was trained on {one!r}, and {second!r} on {other!r}",
+            f"adapters that are merged share a base; {BASE_HINT}",
+        )
+    [name] = trained
+    base = Source(name, Path(name))
+    if is_on_hub(base):
+        with suppress(DareError):
+            cached = download(base, is_cached=True)
+            base = cached if any(cached.path.glob("*.safetensors")) else base
+    if not is_folder(str(base.path)):
+        raise ConfigError(
+            f"the base of {trained[name]!r}, {name!r}, is neither a directory here nor in the "
+            "cache of the Hub",
+            BASE_HINT,
+        )
+    LOG.info(f"base: {name} (named by the adapters)")
+    return base
+
+
+def _read_name(adapter: Source) -> str:
+    """What an adapter calls its base; on the Hub, with the revision that it names."""
+    path = download(adapter, [ADAPTER_CONFIG]).path
+    is_file = path.name in (ADAPTER_FILE, ADAPTER_CONFIG)
+    config = (path.parent if is_file else path) / ADAPTER_CONFIG
+    table = read_json(config, str(config)) if os.path.isfile(config) else {}
+    stated = table.get(STATED_KEY)
+    if not is_name(stated):
+        raise ConfigError(
+            f"there is no base model, and {adapter.name!r} is no adapter that names one", BASE_HINT
+        )
+    revision = table.get("revision")
+    is_branch = is_name(revision) and is_on_hub(Source(stated, Path(stated)))
+    return f"{stated}@{revision}" if is_branch else stated

@@ -1,8 +1,7 @@
-"""FP8 models: F8_E4M3 weights with scales for blocks, rows or tensors, and such without scales.
+"""FP8 models: F8_E4M3 weights with scales for blocks, rows or tensors, and FP8 without scales.
 
-The former are read as the float32 that they stand for. Merged values become bytes again once all
-values that share a scale are there. The latter are read as the numbers that they are, and written
-in FP8 again only if that is asked for.
+Scaled weights are read as float32, and written in FP8 again once all values that share a scale are
+there. Unscaled ones are read as bfloat16, and written in FP8 again only if asked for.
 """
 
 import dataclasses
@@ -25,7 +24,7 @@ from darelib.methods import METHODS
 from darelib.methods.looks import Look
 from darelib.models.checkpoint import QUANTISE_HINT, Checkpoint, module_of, quantised_modules
 from darelib.models.directories import CONFIG_FILE
-from darelib.models.tensors import Encoding, Input, Target, TensorInfo, Writer
+from darelib.models.encodings import Derived, Encoding, Input, Target, TensorInfo, Writer
 
 Array = NDArray[Any]
 
@@ -33,17 +32,17 @@ FP8: Final = "F8_E4M3"
 SCALE_TYPES: Final = ("F32", "BF16")
 # What stands in place of "weight" in the name of its scale; ComfyUI's is the last.
 SCALE_NAMES: Final = ("weight_scale_inv", "weight_scale", "scale_weight")
-# What scales activations: what comes into or out of a module, or what attention remembers of it;
-# and what else lies beside a weight that is in FP8.
+# Activation scales (of a module's input or output, and of attention's cache), and ComfyUI's note
+# beside an FP8 weight.
 ACTIVATION_SCALES: Final = {
     "input_scale", "input_scale_ub", "output_scale", "q_scale", "k_scale", "v_scale", "kv_scale",
     "scale_input", "comfy_quant",
 }  # fmt: skip
 MARKER: Final = "scaled_fp8"  # a tensor that tells ComfyUI of scales
-# What the last part of a name has where a tensor says by what other values are scaled.
+# How the last part of a name looks where a tensor may be a scale.
 SCALE_LIKE: Final = re.compile(r"scale|amax|absmax|quant|zero_?point|zeros|fp8|extra_state")
-# And what looks so, but is a layer's own: Flux and Chroma have norms with a scale, CLIP has
-# logit_scale, PixArt and LTX have tables, and old training code leaves the scale of latents.
+# Weights with such names: the norms of Flux and Chroma, CLIP's logit_scale, the tables of PixArt
+# and LTX, and the scale of latents that old training code leaves.
 LAYER_SCALE: Final = re.compile(
     r"norm[^.]*(\.\d+)?\.scale$"
     r"|(^|\.)(logit_scale|layer_?scale(_parameter)?|scale_factor|timestep_scale_multiplier)$"
@@ -61,7 +60,7 @@ MAX_GROUP: Final = 1 << 24  # elements of a row of blocks, which is held in memo
 
 
 @dataclass(frozen=True, eq=False)
-class Fp8(Encoding):
+class Fp8(Derived):
     """A matrix in FP8, that is read as float32. Its scales are a tensor themselves."""
 
     kind: ClassVar[str] = "FP8"
@@ -157,7 +156,7 @@ class Fp8(Encoding):
 
 
 @dataclass(frozen=True, eq=False)
-class Unscaled(Encoding):
+class Unscaled(Derived):
     """A tensor in FP8 without a scale. All its values are bfloat16, too."""
 
     kind: ClassVar[str] = "FP8"
@@ -208,7 +207,7 @@ class KeptWriter(Writer):
 
 @dataclass(frozen=True, eq=False)
 class ActivationScale(Encoding):
-    """What scales activations of an FP8 module: of no use once its weights are not FP8."""
+    """An activation scale of an FP8 module: of no use once its weights are not FP8."""
 
     merges: ClassVar[bool] = False
 
@@ -392,9 +391,7 @@ class Fp8Writer(Writer):
                 self.finish()
 
     def finish(self) -> None:
-        """Write what is held: whole rows of blocks or, where one scale is for all, any number of
-        values.
-        """
+        """Write the values that are held: whole rows of blocks or, with one scale for all, any."""
         count = self._count
         if not count:
             return

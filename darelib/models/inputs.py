@@ -11,8 +11,8 @@ from typing import Final, TypeAlias
 
 from darelib.config import DareConfig
 from darelib.core.text import DareError, as_text
-from darelib.models.adapted import AdaptedModel, check_adapter
 from darelib.models.checkpoint import Checkpoint
+from darelib.models.composed import AdaptedModel, Stack, check_adapter
 from darelib.models.directories import Layout, find_checkpoint
 from darelib.models.fp8 import read_unscaled, recognise_fp8
 from darelib.models.lora import LoraAdapter
@@ -21,7 +21,6 @@ from darelib.models.packed import PackedModel, find_packed
 from darelib.models.peft import PeftAdapter, find_adapter
 from darelib.models.prefixes import fit_names
 from darelib.models.source import UNION, Source, check_links, download, path_hint
-from darelib.models.stack import Stack
 from darelib.models.tensorfile import WEIGHT_SUFFIXES, explain_os_error
 from darelib.models.translation import find_homes, list_ways, put_back, use_names
 from darelib.models.vocabulary import TOKENIZER_FILE
@@ -142,9 +141,9 @@ def open_models(
     """The inputs, open for reading: the base, which is the first, and the models. Downloads those
     of the Hub.
 
-    tokenizer: of what is made of them: if it is all tokens together, or those of an input that has
-    others than the base, each token has the same number everywhere. config: of their merge, for
-    which models are fitted to the base; None: they are as they are.
+    tokenizer: of the output. If it is the union, or an input's with other tokens than the base, all
+    inputs get its token ids. config: of a merge, for which models are fitted to the base; None:
+    they stay as they are.
     """
     inputs: list[Checkpoint] = []
     with ExitStack() as opened:

@@ -1,30 +1,35 @@
 """LoRA adapters: two small matrices for each tensor that they change, seen as tensors of the base.
 
 An element is scale * (left @ right), with the products added in the order of the rank, so that it
-has the same bits whatever range of elements is read. An adapter of DoRA also sets how long what
-each output is made of is, its magnitude: then an element is one of the changed tensor,
+has the same bits whatever range of elements is read. DoRA also sets the length of each output, its
+magnitude. Its elements are those of the changed tensor:
 magnitude / length * (base + scale * (left @ right)).
 """
 
+from __future__ import annotations
+
+import re
 import threading
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from darelib.core.formats import FORMATS, STORED_BITS, widen
+from darelib.core.interrupts import Interrupts
 from darelib.core.text import DareError, count_of
 from darelib.core.tuning import TUNING
-from darelib.kernels import Kernel, KernelSpec
-from darelib.models.checkpoint import EMBEDDINGS, HEADS, Checkpoint
+from darelib.kernels import Kernel, KernelSpec, fallback
+from darelib.models.checkpoint import EMBEDDINGS, HEADS, QUANTISE_HINT, Checkpoint
 from darelib.models.directories import Layout
+from darelib.models.encodings import Derived, Input, Product, TensorInfo, drop_ones
 from darelib.models.source import Source
-from darelib.models.tensorfile import TensorInfo
+from darelib.models.tensorfile import AGAIN_HINT
 
 UNLOAD_HINT: Final = (
     "merge it into its base with the program that made it (PEFT: merge_and_unload), and use the "
@@ -34,42 +39,39 @@ UNLOAD_HINT: Final = (
 Ways: TypeAlias = Mapping[str, set[bool]]
 # Elements at a time whose squares are added. The sums' last bits depend on it.
 SQUARED_ELEMENTS: Final = 1 << 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LowRankTensor(TensorInfo):
-    """A tensor, or a change to one, that is scale * left @ right."""
-
-    left: TensorInfo  # rows x rank, or rank x rows if it is transposed
-    right: TensorInfo  # rank x columns, or columns x rank
-    rank: int
-    columns: int
-    transposed: bool
-    scale: float
-    # The tensor that it changes, where that was saved with it or the lengths of DoRA are its; None:
-    # it is the change alone.
-    whole: TensorInfo | None = None
-    whole_is_base: bool = False  # and not the adapter's
-    magnitudes: TensorInfo | None = None  # of DoRA, one for each output
-
-    @property
-    def added_rank(self) -> int:
-        return 0 if self.whole else self.rank
-
-    @property
-    def stored_bytes(self) -> int:
-        parts = (self.left, self.right, self.whole, self.magnitudes)
-        return sum(part.stored_bytes for part in parts if part)
-
-    @property
-    def held_bytes(self) -> int:
-        """What is held to read it: all of the right matrix."""
-        return self.rank * self.columns * FORMATS[self.dtype].itemsize
-
-    @property
-    def spec(self) -> KernelSpec:
-        """The kernel that multiplies the matrices."""
-        return KernelSpec("expand", self.dtype, self.dtype, self.dtype)
+# How the name of a tensor ends that is a part of a LoRA. Between a letter and "weight" may stand
+# what PEFT calls the adapter.
+PART: Final = re.compile(
+    r"(?:[._]lora[._](?:linear_layer\.)?((?:embedding_)?[AB]|down|up|magnitude_vector)"
+    r"(?:\.(?!weight$|bias$)[^.]+)?(?:\.weight)?|\.(alpha|dora_scale))$"
+)
+KOHYA_PARTS: Final = {"down": "A", "up": "B"}  # and what PEFT calls them
+ALPHA: Final = "alpha"
+MAGNITUDES: Final = ("magnitude_vector", "dora_scale")  # of DoRA: PEFT's; kohya's and LyCORIS's
+# What torch.tensor makes of an alpha without a decimal point.
+INTEGER_ALPHAS: Final = {"I64": "<i8", "I32": "<i4"}
+# What XLabs' trainer and old versions of diffusers called modules: by their processors.
+OLD_NAMES: Final = (
+    *(
+        (f"processor.{part}_lora{k}.", f"{side}_attn.{part}.lora_")
+        for part in ("qkv", "proj")
+        for k, side in ((1, "img"), (2, "txt"))
+    ),
+    ("processor.proj_lora.", "linear2.lora_"),
+    (".processor.", "."),
+    ("self_attn.to_out_lora", "self_attn.out_proj_lora"),
+    ("to_out_lora", "to_out.0_lora"),
+    *((f"self_attn.to_{x}_lora", f"self_attn.{x}_proj_lora") for x in "qkv"),
+)
+# What makes an adapter something else than a product of two matrices, and what people call it.
+OTHER_PARTS: Final = {
+    r"\.hada_": "LoHa",
+    r"\.lokr_": "LoKr",
+    r"\.lora_mid\.": "a LoCon of three matrices",
+    r"\.oft_": "OFT",
+    r"\.on_input$": "(IA)^3",
+    r"\.[ab][12]\.weight$": "GLoRA",
+}
 
 
 class LoraAdapter(Checkpoint):
@@ -84,12 +86,9 @@ class LoraAdapter(Checkpoint):
                 "give the model that it was trained on",
             )
         super().__init__(source, layout)
-        self._base = base
-        self._kernels: Mapping[KernelSpec, Kernel] = {}
-        self._room = 0  # elements of the matrices that are kept
-        self._kept: dict[tuple[LowRankTensor, int], NDArray[Any]] = {}
+        self.base = base
+        self._kept: dict[tuple[LowRank, int], NDArray[Any]] = {}
         self._keeping = threading.Lock()
-        self._factors: dict[LowRankTensor, NDArray[Any]] = {}
         try:
             changes = self._find_changes(base)
         except BaseException:
@@ -100,29 +99,33 @@ class LoraAdapter(Checkpoint):
         self._describe(base)
 
     def _find_changes(self, base: Checkpoint) -> dict[str, TensorInfo]:
-        """By the base's names, how what it changes is made; what the base lacks has other names."""
+        """The changed tensors by the base's names, and those that the base lacks by other names."""
         raise NotImplementedError
 
     @cached_property
     def _ways(self) -> Ways:
         """Which way the base's matrices are stored."""
-        return find_ways(self._base.tensors)
+        return find_ways(self.base.tensors)
 
     def _describe(self, base: Checkpoint) -> None:
         """Set what others ask about this kind of input."""
-        pairs = [info for info in self.tensors.values() if isinstance(info, LowRankTensor)]
-        self.specs = frozenset(pair.spec for pair in pairs)
-        self.held_bytes = max((pair.held_bytes for pair in pairs), default=0)
-        self._locks = {pair: threading.Lock() for pair in pairs if pair.magnitudes}
-        ranks = sorted({pair.rank for pair in pairs})
+        known = [(info, info.encoding.product) for info in self.tensors.values()]
+        pairs = [(info, product) for info, product in known if product]
+        self.specs = frozenset(find_spec(info) for info, _ in pairs)
+        # Until there are faster kernels: some values are read before a merge begins.
+        self.prepare(fallback.load_kernels(self.specs, Interrupts()), 1)
+        # All of the right matrix is held to read a product.
+        sizes = (FORMATS[info.dtype].itemsize * product.right.count for info, product in pairs)
+        self.held_bytes = max(sizes, default=0)
+        ranks = sorted({product.rank for _, product in pairs})
         ends = " to ".join(map(str, sorted({*ranks[:1], *ranks[-1:]})))
-        kind = "DoRA" if self._locks else "LoRA"
+        kind = "DoRA" if any(product.magnitudes for _, product in pairs) else "LoRA"
         kind += f" of rank {ends}" if ends else ""
         self.note = f"{kind}, changes {count_of(len(self.tensors), 'tensor')}"
         whole = [
             name
             for name, info in self.tensors.items()
-            if name.endswith(EMBEDDINGS) and not isinstance(info, LowRankTensor)
+            if name.endswith(EMBEDDINGS) and not info.encoding.product
         ]
         if whole and not any(name.endswith(HEADS) for name in base.tensors):
             self.warnings += (
@@ -131,101 +134,133 @@ class LoraAdapter(Checkpoint):
             )
 
     def prepare(self, kernels: Mapping[KernelSpec, Kernel], inputs: int) -> None:
-        self._kernels = kernels
-        self._room = TUNING.expand_elements // inputs
+        self.kernels = kernels
+        self.room = TUNING.expand_elements // inputs
 
-    def read_bytes(self, view: memoryview, info: TensorInfo, start: int) -> None:
-        """Of a product, the bytes that it would have if it were stored."""
-        if not isinstance(info, LowRankTensor):
-            super().read_bytes(view, info, start)
-        elif view:
-            made = np.frombuffer(view, FORMATS[info.dtype].real)
-            first = start // made.itemsize
-            self._expand(info, first, made)
-            if info.magnitudes is not None:
-                made *= self._spread_factors(info, first, made.size)
+    def keep(self, key: tuple[LowRank, int], read: Callable[[], NDArray[Any]]) -> NDArray[Any]:
+        """A matrix, read once and kept for a while: the next chunks, in any thread, need it too."""
+        with self._keeping:
+            matrix = self._kept.get(key)
+        if matrix is None:
+            matrix = read()
+            with self._keeping:
+                self._kept[key] = matrix
+                while sum(each.size for each in self._kept.values()) > self.room:
+                    del self._kept[next(iter(self._kept))]
+        return matrix
+
+
+def find_spec(info: TensorInfo) -> KernelSpec:
+    """The kernel that multiplies the matrices of a product."""
+    return KernelSpec("expand", info.dtype, info.dtype, info.dtype)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LowRank(Derived):
+    """The product of two matrices: a change, or added to the whole tensor that it changes."""
+
+    product: Product
+    columns: int
+    adapter: LoraAdapter = field(repr=False)
+    # The tensor that it changes, where that was saved with it, or where DoRA needs its lengths.
+    whole: TensorInfo | None = None
+    whole_is_base: bool = False  # and not the adapter's
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _factors: list[NDArray[Any]] = field(default_factory=list, repr=False)  # of DoRA, once found
+
+    @property
+    def is_delta(self) -> bool:
+        return self.whole is None
+
+    def stored_bytes(self, info: TensorInfo) -> int:
+        parts = (self.product.left, self.product.right, self.whole, self.product.magnitudes)
+        return sum(part.stored_bytes for part in parts if part)
+
+    def read(
+        self, model: Input, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
+    ) -> None:
+        if not count:
+            return
+        made = into.view(FORMATS[info.dtype].real)
+        self._expand(info, start, made)
+        if self.product.magnitudes is not None:
+            made *= self._spread_factors(info, start, count)
 
     def read_factors(self, info: TensorInfo) -> tuple[NDArray[Any], NDArray[Any]] | None:
-        if not isinstance(info, LowRankTensor) or info.whole:
+        if self.whole:
             return None
-        rows = slice(0, info.count // info.columns)
-        ranks = slice(0, info.rank)
-        left = self._read_matrix(info.left, rows, ranks, info)
-        right = self._read_matrix(info.right, ranks, slice(0, info.columns), info)
-        return left.astype(np.float64) * info.scale, right.astype(np.float64)
+        product = self.product
+        rows = slice(0, info.count // self.columns)
+        ranks = slice(0, product.rank)
+        left = self._read_matrix(product.left, rows, ranks, info)
+        right = self._read_matrix(product.right, ranks, slice(0, self.columns), info)
+        return left.astype(np.float64) * product.scale, right.astype(np.float64)
 
-    def _expand(self, info: LowRankTensor, start: int, made: NDArray[Any]) -> None:
+    def _expand(self, info: TensorInfo, start: int, made: NDArray[Any]) -> None:
         """Fill made with elements of a product, by as many ranks at a time as there is room for."""
-        kernel = self._kernels[info.spec]
-        rows = slice(start // info.columns, -(-(start + len(made)) // info.columns))
-        step = max(1, self._room // max(info.columns, rows.stop - rows.start))
-        for k in range(0, info.rank, step):
-            ranks = slice(k, min(k + step, info.rank))
-            left = self._read_matrix(info.left, rows, ranks, info)
-            kernel(left, self._read_right(info, ranks), made, start % info.columns, k)
+        adapter = self.adapter
+        product = self.product
+        kernel = adapter.kernels[find_spec(info)]
+        rows = slice(start // self.columns, -(-(start + len(made)) // self.columns))
+        columns = slice(0, self.columns)
+        step = max(1, adapter.room // max(self.columns, rows.stop - rows.start))
+        for k in range(0, product.rank, step):
+            ranks = slice(k, min(k + step, product.rank))
+            left = self._read_matrix(product.left, rows, ranks, info)
+            read_right = partial(self._read_matrix, product.right, ranks, columns, info)
+            right = adapter.keep((self, k), read_right)
+            kernel(left, right, made, start % self.columns, k)
         with np.errstate(over="ignore"):  # the merge finds what is out of range, and says where
-            made *= made.dtype.type(info.scale)
-        if info.whole is not None:
-            raw = np.empty(made.size * STORED_BITS[info.whole.dtype] // 8, np.uint8)
-            model = self._base if info.whole_is_base else self
-            model.read(info.whole, start, made.size, raw)
-            made += widen(raw, info.whole.dtype)
+            made *= made.dtype.type(product.scale)
+        if self.whole is not None:
+            raw = np.empty(made.size * STORED_BITS[self.whole.dtype] // 8, np.uint8)
+            model = adapter.base if self.whole_is_base else adapter
+            model.read(self.whole, start, made.size, raw)
+            made += widen(raw, self.whole.dtype)
 
-    def _spread_factors(self, info: LowRankTensor, start: int, count: int) -> NDArray[Any]:
-        """For each element, what makes its output as long as it is to be."""
-        with self._locks[info]:  # the first one to need them finds them
-            if info not in self._factors:
-                self._factors[info] = self._find_factors(info)
-        factors = self._factors[info]
-        rows = slice(start // info.columns, -(-(start + count) // info.columns))
-        if info.transposed:
+    def _spread_factors(self, info: TensorInfo, start: int, count: int) -> NDArray[Any]:
+        """For each element, the factor that gives its output its magnitude."""
+        with self._lock:  # the first thread that needs them finds them
+            if not self._factors:
+                self._factors.append(self._find_factors(info))
+        [factors] = self._factors
+        rows = slice(start // self.columns, -(-(start + count) // self.columns))
+        if self.product.transposed:
             spread = np.tile(factors, rows.stop - rows.start)
         else:
-            spread = np.repeat(factors[rows], info.columns)
-        return spread[start % info.columns :][:count]
+            spread = np.repeat(factors[rows], self.columns)
+        return spread[start % self.columns :][:count]
 
-    def _find_factors(self, info: LowRankTensor) -> NDArray[Any]:
-        """For each output, its magnitude through its length, which is found by some whole rows at
-        a time. An output is a row; of a transposed tensor, a column.
+    def _find_factors(self, info: TensorInfo) -> NDArray[Any]:
+        """For each output, its magnitude divided by its length, which is found by some whole rows
+        at a time. An output is a row; of a transposed tensor, a column.
         """
-        assert info.magnitudes is not None
-        raw = np.empty(info.magnitudes.nbytes, np.uint8)
-        self.read_bytes(raw.data, info.magnitudes, 0)
-        squares = np.zeros(info.magnitudes.count)
-        step = max(1, SQUARED_ELEMENTS // info.columns) * info.columns
+        magnitudes = self.product.magnitudes
+        assert magnitudes is not None
+        raw = np.empty(magnitudes.nbytes, np.uint8)
+        self.adapter.read_bytes(raw.data, magnitudes, 0)
+        squares = np.zeros(magnitudes.count)
+        step = max(1, SQUARED_ELEMENTS // self.columns) * self.columns
         for start, stop in pairwise([*range(0, info.count, step), info.count]):
             made = np.empty(stop - start, FORMATS[info.dtype].real)
             self._expand(info, start, made)
-            squared = np.square(made.reshape(-1, info.columns), dtype=np.float64)
-            if info.transposed:
+            squared = np.square(made.reshape(-1, self.columns), dtype=np.float64)
+            if self.product.transposed:
                 squares += squared.sum(axis=0)
             else:
-                squares[start // info.columns : stop // info.columns] = squared.sum(axis=1)
+                squares[start // self.columns : stop // self.columns] = squared.sum(axis=1)
         with np.errstate(all="ignore"):  # the merge finds what is not finite, and says where
-            factors = widen(raw, info.magnitudes.dtype) / np.sqrt(squares)
+            factors = widen(raw, magnitudes.dtype) / np.sqrt(squares)
             return factors.astype(FORMATS[info.dtype].real)
 
-    def _read_right(self, info: LowRankTensor, ranks: slice) -> NDArray[Any]:
-        """Kept for a while: the next chunks of a tensor, in any thread, need the same matrix."""
-        key = (info, ranks.start)
-        with self._keeping:
-            right = self._kept.get(key)
-        if right is None:
-            right = self._read_matrix(info.right, ranks, slice(0, info.columns), info)
-            with self._keeping:
-                self._kept[key] = right
-                while sum(each.size for each in self._kept.values()) > self._room:
-                    del self._kept[next(iter(self._kept))]
-        return right
-
     def _read_matrix(
-        self, stored: TensorInfo, rows: slice, columns: slice, info: LowRankTensor
+        self, stored: TensorInfo, rows: slice, columns: slice, info: TensorInfo
     ) -> NDArray[Any]:
-        """A part of one of the two matrices of a tensor, in the type that it is multiplied in.
+        """A part of one of the two matrices, in the type that it is multiplied in.
 
         Of more than two dimensions, all after the first are its columns.
         """
-        if info.transposed:
+        if self.product.transposed:
             rows, columns = columns, rows
         width = stored.count // stored.shape[0]
         height = rows.stop - rows.start
@@ -234,11 +269,133 @@ class LoraAdapter(Checkpoint):
         raw = np.empty((height, wanted * item), np.uint8)
         reads = raw.reshape(1, -1) if wanted == width else raw  # whole rows are one read
         for row, part in enumerate(reads, rows.start):
-            self.read_bytes(part.data, stored, (row * width + columns.start) * item)
+            self.adapter.read_bytes(part.data, stored, (row * width + columns.start) * item)
         values = widen(raw.reshape(-1), stored.dtype).reshape(height, wanted)
         return np.ascontiguousarray(
-            values.T if info.transposed else values, FORMATS[info.dtype].real
+            values.T if self.product.transposed else values, FORMATS[info.dtype].real
         )
+
+
+# --- the matrices, by all names that they have --------------------------------------------------
+
+
+class Pair(NamedTuple):
+    """The matrices of one module, and what goes with them."""
+
+    title: str  # the module and the adapter, in words
+    a: TensorInfo
+    b: TensorInfo
+    is_embedding: bool
+    alpha: TensorInfo | None
+    magnitudes: TensorInfo | None  # of DoRA, one for each output
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+
+def sort_parts(tensors: Mapping[str, TensorInfo], adapter: str) -> dict[str, dict[str, TensorInfo]]:
+    """What an adapter has of each module; all that is not of a plain LoRA or DoRA is refused."""
+    modules = defaultdict[str, dict[str, TensorInfo]](dict)
+    for name, info in tensors.items():
+        module, part = read_name(name, adapter)
+        if info.dtype not in FORMATS and not (part == ALPHA and info.dtype in INTEGER_ALPHAS):
+            raise DareError(
+                f"tensor {name!r} of the adapter {adapter!r} is {info.dtype}", QUANTISE_HINT
+            )
+        if part in modules[module]:
+            raise DareError(
+                f"{adapter!r} holds several adapters: see {name!r}", "save each by itself"
+            )
+        modules[module][part] = info
+    return modules
+
+
+def read_name(name: str, adapter: str) -> tuple[str, str]:
+    """The module and the part that a tensor is."""
+    plain = name
+    if "_lora" in name:
+        for old, new in OLD_NAMES:
+            plain = plain.replace(old, new)
+    found = PART.search(plain)
+    if not found:
+        kinds = [words for part, words in OTHER_PARTS.items() if re.search(part, name)]
+        kind = kinds[0] if kinds else "not a plain LoRA"
+        raise DareError(f"the adapter {adapter!r} is {kind}: it holds {name!r}", UNLOAD_HINT)
+    part = found[1] or found[2]
+    return plain[: found.start()], KOHYA_PARTS.get(part, part)
+
+
+def make_pair(module: str, parts: Mapping[str, TensorInfo], adapter: str) -> Pair:
+    title = f"{module!r} of the adapter {adapter!r}"
+    is_embedding = "embedding_A" in parts
+    letters = ("embedding_A", "embedding_B") if is_embedding else ("A", "B")
+    if parts.keys() - {ALPHA, *MAGNITUDES} != {*letters}:
+        raise DareError(f"there is no pair of matrices A and B for {title}", AGAIN_HINT)
+    a, b = (parts[letter] for letter in letters)
+    rank = a.shape[0] if a.shape else 0
+    is_pair = len(a.shape) > 1 and b.shape[1:2] == (rank,)
+    if not is_pair or a.count == 0 or b.count != b.shape[0] * rank:
+        raise DareError(
+            f"the matrices {list(a.shape)} and {list(b.shape)} of {title} are no pair", AGAIN_HINT
+        )
+    magnitudes = next((parts[kind] for kind in MAGNITUDES if kind in parts), None)
+    if magnitudes:
+        # LyCORIS also has those of inputs, as [1, inputs]; PEFT's of convolutions are
+        # [1, outputs, 1, 1].
+        is_of_rows = "dora_scale" not in parts or magnitudes.shape[:1] == b.shape[:1]
+        if not is_of_rows or magnitudes.count != b.shape[0]:
+            raise DareError(
+                f"the DoRA magnitudes {list(magnitudes.shape)} of {title} are not one for each "
+                f"of its {b.shape[0]:,} outputs",
+                UNLOAD_HINT,
+            )
+    return Pair(title, a, b, is_embedding, parts.get(ALPHA), magnitudes)
+
+
+def make_product(
+    adapter: LoraAdapter,
+    pair: Pair,
+    base: TensorInfo,
+    scale: float,
+    is_turned: bool,
+    whole: TensorInfo | None = None,
+) -> TensorInfo:
+    """What a pair makes of a tensor of the base, or of the whole one that was saved with it.
+
+    is_turned: whether a shape of inputs x outputs in the base is that, not another model's.
+    """
+    shape = (pair.b.shape[0], *pair.a.shape[1:])
+    # Embeddings, and the layers of GPT-2, are stored as inputs x outputs.
+    is_reverse = len(shape) == 2 and base.shape == shape[::-1]
+    transposed = pair.is_embedding or (is_reverse and is_turned)
+    shape = shape[::-1] if transposed else shape
+    if whole and (whole.shape != shape or whole.dtype not in FORMATS):
+        raise DareError(
+            f"{pair.title} is {list(shape)}, and what was saved of it {list(whole.shape)} as "
+            f"{whole.dtype}",
+            AGAIN_HINT,
+        )
+    # A convolution of a single point is a matrix, and may be stored as either.
+    fits = drop_ones(shape) == drop_ones(base.shape)
+    if pair.magnitudes and not whole:
+        if not fits:
+            raise DareError(
+                f"{pair.title} has another shape than in the base, and DoRA sets the magnitudes "
+                "of what it changes",
+                "give the model that it was trained on",
+            )
+        whole = base
+    left, right = (pair.a, pair.b) if transposed else (pair.b, pair.a)
+    encoding = LowRank(
+        product=Product(left, right, pair.rank, transposed, scale, pair.magnitudes),
+        columns=right.count // pair.rank,
+        adapter=adapter,
+        whole=whole,
+        whole_is_base=whole is base,
+    )
+    dtype = "F64" if base.dtype == "F64" else "F32"
+    return TensorInfo(dtype, base.shape if fits else shape, encoding=encoding)
 
 
 # --- which way matrices are stored ---------------------------------------------------------------

@@ -17,13 +17,15 @@ from darelib.core.formats import widen
 from darelib.core.text import DareError, list_names
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.directories import ADAPTER_CONFIG, PIPELINE_FILE, Layout, find_weights
-from darelib.models.lora import UNLOAD_HINT, LoraAdapter, find_transposed
-from darelib.models.pairs import (
+from darelib.models.lora import (
     ALPHA,
     INTEGER_ALPHAS,
     OTHER_PARTS,
     PART,
+    UNLOAD_HINT,
+    LoraAdapter,
     Pair,
+    find_transposed,
     make_pair,
     make_product,
     sort_parts,
@@ -130,7 +132,7 @@ class LoraFile(LoraAdapter):
             is_turned = bool(find_transposed(target, self._ways))
             pair = make_pair(module, parts, self.name)
             scale = self._find_scale(module, pair)
-            changes[target] = make_product(pair, base.tensors[target], scale, is_turned)
+            changes[target] = make_product(self, pair, base.tensors[target], scale, is_turned)
         return changes
 
     def _read_configs(self, modules: Collection[str]) -> dict[str, LoraConfig]:

@@ -1,9 +1,11 @@
-"""Packed models: of a fine-tune, only the entries that a mask keeps; the mask is drawn again."""
+"""Packed models: the entries of a fine-tune that a mask keeps. The mask is drawn again."""
+
+from __future__ import annotations
 
 import json
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Final
@@ -14,15 +16,16 @@ from numpy.typing import NDArray
 
 from darelib.config import is_count
 from darelib.core.formats import FORMATS
+from darelib.core.interrupts import Interrupts
 from darelib.core.mask import MASK_NAME, TILE, keep_threshold, mask_key
 from darelib.core.text import DareError
-from darelib.kernels import Kernel, KernelSpec
+from darelib.kernels import Kernel, KernelSpec, fallback
 from darelib.kernels.plain import decode, draw_mask
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.directories import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Layout
+from darelib.models.encodings import Derived, Input, TensorInfo
 from darelib.models.source import Source
 from darelib.models.tensorfile import AGAIN_HINT, peek_header
-from darelib.models.tensors import Input, TensorInfo
 
 PACKED_KEY: Final = "dare_packed"  # in the metadata of a file
 PACKED_FILE: Final = "packed.safetensors"  # in a model directory
@@ -31,25 +34,6 @@ COUNTED_BLOCK: Final = 1 << 20  # elements between two counts of the entries tha
 DIGESTS_KEY: Final = "base_xxh3"
 DIGESTED_BYTES: Final = 1 << 18  # at a time, so that they stay in the caches
 BASE_HINT: Final = "give the base that it was packed against"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedTensor(TensorInfo):
-    """A tensor that is the base's, but for the entries that a mask keeps, which are stored."""
-
-    base: TensorInfo
-    mask_name: str
-    stored: TensorInfo  # the entries, one after the other
-    counts: tuple[int, ...]  # the entries before each block, and all of them
-    digests: tuple[int, ...]  # of the base's blocks; none in files of earlier versions
-
-    @property
-    def stored_bytes(self) -> int:
-        return self.stored.nbytes
-
-    @property
-    def spec(self) -> KernelSpec:
-        return KernelSpec("unpack", self.dtype, self.dtype, self.dtype)
 
 
 def find_packed(source: Source) -> Layout | None:
@@ -69,7 +53,7 @@ def find_packed(source: Source) -> Layout | None:
 class Scratch(threading.local):
     """What a thread keeps from one read to the next: the entries of a block, read at once."""
 
-    block: tuple[PackedTensor, int] | None = None  # which one
+    block: tuple[Packed, int] | None = None  # which one
     entries: NDArray[Any]
     end = 0  # the element that its last read ended at
     used = 0  # the entries before that
@@ -119,9 +103,8 @@ class PackedModel(Checkpoint):
                 "give the model that it was packed against, or the fine-tune itself",
             )
         super().__init__(source, layout)
-        self._base = base
-        self._kernels: Mapping[KernelSpec, Kernel] = {}
-        self._scratch = Scratch()
+        self.base = base
+        self.scratch = Scratch()
         try:
             packed = self._read_table(json.loads(self.files[0].metadata.pop(PACKED_KEY, "")))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -136,12 +119,14 @@ class PackedModel(Checkpoint):
             self.close()
             raise
         self.tensors |= packed
-        self.specs = frozenset(tensor.spec for tensor in packed.values())
-        rates = sorted({tensor.drop_rate for tensor in packed.values()})
+        self.specs = frozenset(find_spec(tensor.dtype) for tensor in packed.values())
+        # Until there are faster kernels: some values are read before a merge begins.
+        self.prepare(fallback.load_kernels(self.specs, Interrupts()), 1)
+        rates = sorted({tensor.encoding.drop_rate for tensor in packed.values()})
         span = " to ".join(f"{rate:g}" for rate in dict.fromkeys(rates[:1] + rates[-1:]))
         self.note = f"packed at drop rate {span}, seed {self.seed}" if packed else "packed"
 
-    def _read_table(self, table: dict[str, Any]) -> dict[str, PackedTensor]:
+    def _read_table(self, table: dict[str, Any]) -> dict[str, TensorInfo]:
         version = table["version"]
         mask = table["mask"]
         if (version, mask) != (VERSION, MASK_NAME):
@@ -151,11 +136,11 @@ class PackedModel(Checkpoint):
                 "use the version of dare that packed it",
             )
         stated = dict(table["base"])
-        for key, value in self._base.fingerprint.items():
+        for key, value in self.base.fingerprint.items():
             if stated.get(key) != value:
                 raise DareError(
                     f"{self.name!r} was packed against {stated.get('file')!r}, and "
-                    f"{self._base.name!r} is another base: its {key} is {value}, not "
+                    f"{self.base.name!r} is another base: its {key} is {value}, not "
                     f"{stated.get(key)}",
                     BASE_HINT,
                 )
@@ -171,10 +156,10 @@ class PackedModel(Checkpoint):
         tied = {"tie_word_embeddings": self._tied} if isinstance(self._tied, bool) else {}
         return super().config | tied
 
-    def _read_entry(self, name: str, entry: Mapping[str, Any]) -> PackedTensor:
+    def _read_entry(self, name: str, entry: Mapping[str, Any]) -> TensorInfo:
         """One tensor. All that reading relies on is checked: such files may come from anywhere."""
         stored = self.tensors[name]
-        base = self._base.tensors[name]
+        base = self.base.tensors[name]
         rate = entry["drop_rate"]
         mask_name = entry.get("mask_name", name)
         mask_name.encode()  # fails for half of a surrogate pair
@@ -199,9 +184,7 @@ class PackedModel(Checkpoint):
                 raise ValueError(f"see its {what} of {name!r}")
         types = {stored.dtype, base.dtype}
         wide = "F64" if "F64" in types else "F32"
-        return PackedTensor(
-            dtype=stored.dtype if len(types) == 1 else wide,
-            shape=base.shape,
+        encoding = Packed(
             drop_rate=rate,
             share=counts[-1] / base.count if base.count else 1.0,
             base=base,
@@ -209,92 +192,111 @@ class PackedModel(Checkpoint):
             stored=stored,
             counts=counts,
             digests=digests,
+            owner=self,
         )
+        dtype = stored.dtype if len(types) == 1 else wide
+        return TensorInfo(dtype, base.shape, encoding=encoding)
 
     def prepare(self, kernels: Mapping[KernelSpec, Kernel], inputs: int) -> None:
-        self._kernels = kernels
+        self.kernels = kernels
 
-    def read_bytes(self, view: memoryview, info: TensorInfo, start: int) -> None:
-        """Of a packed tensor, the bytes that it would have if it were stored whole."""
-        if isinstance(info, PackedTensor):
-            into = np.frombuffer(view, np.uint8)
-            itemsize = FORMATS[info.dtype].itemsize
-            self.read(info, start // itemsize, len(into) // itemsize, into)
-        else:
-            super().read_bytes(view, info, start)
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Packed(Derived):
+    """A tensor that is the base's, but for the entries that a mask keeps, which are stored."""
+
+    base: TensorInfo
+    mask_name: str
+    stored: TensorInfo  # the entries, one after the other
+    counts: tuple[int, ...]  # the entries before each block, and all of them
+    digests: tuple[int, ...]  # of the base's blocks; none in files of earlier versions
+    owner: PackedModel = field(repr=False)
+
+    def stored_bytes(self, info: TensorInfo) -> int:
+        return self.stored.nbytes
 
     def read(
+        self, model: Input, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
+    ) -> None:
+        skipped = start % TILE
+        if skipped:  # masks are drawn by whole tiles
+            whole = np.empty((skipped + count) * FORMATS[info.dtype].itemsize, np.uint8)
+            self.read(model, info, start - skipped, skipped + count, whole)
+            into[:] = whole[-len(into) :]
+            return
+        base = np.empty(count * FORMATS[self.base.dtype].itemsize, np.uint8)
+        self.owner.base.read(self.base, start, count, base)
+        self.read_over(model, info, start, count, into, base)
+
+    def read_over(
         self,
+        model: Input,
         info: TensorInfo,
         start: int,
         count: int,
         into: NDArray[np.uint8],
-        base: NDArray[np.uint8] | None = None,
+        base: NDArray[np.uint8],
     ) -> None:
-        if not isinstance(info, PackedTensor):
-            super().read(info, start, count, into)
+        if start % TILE:
+            self.read(model, info, start, count, into)
             return
         values = into.view(FORMATS[info.dtype].raw)
-        skipped = start % TILE
-        if skipped:  # masks are drawn by whole tiles
-            whole = np.empty(skipped + count, values.dtype)
-            self.read(info, start - skipped, len(whole), whole.view(np.uint8))
-            values[:] = whole[skipped:]
-            return
-        if base is None:
-            base = np.empty(count * FORMATS[info.base.dtype].itemsize, np.uint8)
-            self._base.read(info.base, start, count, base)
-        given = base.view(FORMATS[info.base.dtype].raw)
-        known = convert(given, info.base.dtype, info.dtype)
+        given = base.view(FORMATS[self.base.dtype].raw)
+        known = convert(given, self.base.dtype, info.dtype)
         for begin in range(start - start % COUNTED_BLOCK, start + count, COUNTED_BLOCK):
             first = max(begin, start)
             part = slice(first - start, begin + COUNTED_BLOCK - start)
             self._compare_base(info, begin, first, given[part])
             self._fill(info, first, known[part], values[part])
 
-    def _fill(
-        self, info: PackedTensor, start: int, base: NDArray[Any], values: NDArray[Any]
-    ) -> None:
+    def _fill(self, info: TensorInfo, start: int, base: NDArray[Any], values: NDArray[Any]) -> None:
         """Make values of a block, or a part of one, of the base's and of the entries."""
-        scratch = self._scratch
-        threshold = keep_threshold(info.drop_rate)
-        key = mask_key(self.seed or 0, info.mask_name)
+        owner = self.owner
+        scratch = owner.scratch
+        threshold = keep_threshold(self.drop_rate)
+        key = mask_key(owner.seed or 0, self.mask_name)
         block, skipped = divmod(start, COUNTED_BLOCK)
-        if scratch.block != (info, block):
-            before, after = info.counts[block : block + 2]
-            stored = info.stored.dtype
+        if scratch.block != (self, block):
+            before, after = self.counts[block : block + 2]
+            stored = self.stored.dtype
             raw = scratch.room[: (after - before) * FORMATS[stored].itemsize]
-            super().read(info.stored, before, after - before, raw)
+            owner.read(self.stored, before, after - before, raw)
             scratch.entries = convert(raw.view(FORMATS[stored].raw), stored, info.dtype)
-            scratch.block = info, block
+            scratch.block = self, block
             scratch.end = start - skipped
             scratch.used = 0
-        if scratch.end != start:  # the elements before are somebody else's
+        if scratch.end != start:  # the elements before are another thread's
             mask = draw_mask(key, threshold, start - skipped, skipped)
             scratch.used = int(np.count_nonzero(mask))
         entries = scratch.entries[scratch.used :]
-        kept = self._kernels[info.spec](base, entries, values, key, threshold, start // TILE)
+        unpack = owner.kernels[find_spec(info.dtype)]
+        kept = unpack(base, entries, values, key, threshold, start // TILE)
         scratch.end = start + len(values)
         scratch.used += kept
         is_end = scratch.end % COUNTED_BLOCK == 0 or scratch.end == info.count
         if kept > len(entries) or (is_end and kept != len(entries)):
             raise DareError(
-                f"{self.name!r} does not hold the entries that its mask keeps", AGAIN_HINT
+                f"{owner.name!r} does not hold the entries that its mask keeps", AGAIN_HINT
             )
 
-    def _compare_base(self, info: PackedTensor, begin: int, start: int, part: NDArray[Any]) -> None:
+    def _compare_base(self, info: TensorInfo, begin: int, start: int, part: NDArray[Any]) -> None:
         """Refuse other values of the base than it was packed against, once a block is complete."""
-        if not info.digests:
+        if not self.digests:
             return
-        found = LAST.follow(self._base, info.base, begin, start, part)
+        owner = self.owner
+        found = LAST.follow(owner.base, self.base, begin, start, part)
         is_end = start + len(part) in (begin + COUNTED_BLOCK, info.count)
-        if is_end and found != info.digests[begin // COUNTED_BLOCK]:
-            name = next(name for name, each in self.tensors.items() if each is info)
+        if is_end and found != self.digests[begin // COUNTED_BLOCK]:
+            name = next(name for name, each in owner.tensors.items() if each is info)
             raise DareError(
-                f"{self.name!r} was packed against another base than {self._base.name!r}: "
+                f"{owner.name!r} was packed against another base than {owner.base.name!r}: "
                 f"tensor {name!r} differs at {info.place_of(begin)} or after it",
                 BASE_HINT,
             )
+
+
+def find_spec(dtype: str) -> KernelSpec:
+    return KernelSpec("unpack", dtype, dtype, dtype)
 
 
 def digest_values(model: Input, info: TensorInfo, start: int, stop: int) -> xxhash.xxh3_64:

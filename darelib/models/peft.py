@@ -5,11 +5,11 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any, Final, Self
 
 from darelib.config import is_count, is_number
-from darelib.core.text import DareError, InputChanged, list_names
+from darelib.core.text import DareError, InputChanged, clip, list_names
 from darelib.models.checkpoint import (
     EMBEDDINGS,
     HEADS,
@@ -22,18 +22,27 @@ from darelib.models.directories import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
     INDEX_FILE,
+    STATED_KEY,
     WEIGHTS_FILE,
     Layout,
+    is_folder,
+    is_name,
     part_name,
 )
-from darelib.models.lora import UNLOAD_HINT, LoraAdapter, find_transposed
-from darelib.models.pairs import Pair, make_pair, make_product, sort_parts
-from darelib.models.patterns import match_patterns
-from darelib.models.source import HUB_NAME, Source
-from darelib.models.stated import STATED_KEY, is_folder, is_name
+from darelib.models.lora import (
+    UNLOAD_HINT,
+    LoraAdapter,
+    Pair,
+    find_transposed,
+    make_pair,
+    make_product,
+    sort_parts,
+)
+from darelib.models.source import Source
 from darelib.models.tensorfile import (
     AGAIN_HINT,
     CHANGED_HINT,
+    MAX_NAME,
     TensorInfo,
     file_sha256,
     read_json,
@@ -77,6 +86,18 @@ SETTINGS: Final[dict[str, Callable[[Any], bool]]] = {
     ),
     "alpha_pattern": lambda table: isinstance(table, dict) and all(map(is_number, table.values())),
 }
+
+# Where ranks differ, PEFT writes a pattern for each module, and there may be thousands: most
+# patterns are plain names.
+PLAIN_PATTERN: Final = re.compile(r"(?:[\w-]|\\?\.)*+")
+# The other patterns that are matched: what is repeated is a character or a class, never a group.
+# Anything else may take a time that doubles with each letter.
+ATOM: Final = (
+    r"(?:[\w-]|\\?\.|\\[dw]|\[\^?(?:[\w.]|-(?!-))++\])(?:[*+?]|\{\d{1,3}(?:,\d{0,3})?\})?+"
+)
+SIMPLE_PATTERN: Final = re.compile(rf"\^?(?:{ATOM}|\||\((?:\?:)?(?:{ATOM}|\|)*+\)\??)*+\$?")
+MAX_PATTERNS: Final = 20_000  # characters of such patterns together
+MAX_STEPS: Final = 500_000_000  # to match all of them with all modules: some seconds at worst
 
 
 @dataclass(frozen=True)
@@ -141,6 +162,58 @@ def read_settings(table: dict[str, Any], name: str) -> LoraConfig:
     return LoraConfig(**given)
 
 
+def match_patterns(
+    patterns: Mapping[str, Any], modules: Sequence[str], adapter: str
+) -> dict[str, Any]:
+    """The values of the modules that patterns match.
+
+    As PEFT matches them: the first one that matches the end of the module's name, after a dot. But
+    in a plain name a dot is only a dot, so that names are looked up, however many there are.
+    """
+    odd = [key for key in patterns if not PLAIN_PATTERN.fullmatch(key)]
+    if sum(map(len, odd)) > MAX_PATTERNS or any(len(key) > 2 * MAX_NAME for key in patterns):
+        raise DareError(
+            f"the patterns in the {ADAPTER_CONFIG} of {adapter!r} are too long", "fix it"
+        )
+    order = {key: place for place, key in enumerate(patterns)}
+    plain = {key.replace("\\", ""): key for key in reversed(order) if key not in odd}
+    starts = {name: [dot.end() for dot in re.finditer(r"^|\.", name)] for name in modules}
+    letters = max(map(len, modules), default=0)
+    attempts = len(odd) * sum(map(len, starts.values()))
+    compiled = {key: compile_pattern(key, letters, attempts, adapter) for key in odd}
+    values = {}
+    for module, places in starts.items():
+        matching = [plain[module[k:]] for k in places if module[k:] in plain]
+        matching += [
+            key
+            for key, pattern in compiled.items()
+            if any(pattern.fullmatch(module, k) for k in places)
+        ]
+        if matching:
+            values[module] = patterns[min(matching, key=order.__getitem__)]
+    return values
+
+
+def compile_pattern(key: str, letters: int, attempts: int, adapter: str) -> re.Pattern[str]:
+    """A regular expression that takes a bounded time for so many names of so many letters.
+
+    A repetition may end at any letter, and a group may match by any of its choices.
+    """
+    repeats = len(re.findall(r"[*+{]", key))
+    choices = math.prod(1 + part.count("|") for part in re.split(r"[()]", key))
+    steps = math.comb(letters + repeats, repeats) * choices << key.count("?")
+    try:
+        if SIMPLE_PATTERN.fullmatch(key) and steps * attempts <= MAX_STEPS:
+            return re.compile(key)
+    except re.error:
+        pass
+    raise DareError(
+        f"the pattern {clip(repr(key))} in the {ADAPTER_CONFIG} of {adapter!r} is no regular "
+        "expression, or may take too long to match",
+        "write the names of modules instead, or a pattern that repeats no group",
+    )
+
+
 def find_adapter(source: Source) -> Layout | None:
     """The files of an adapter; None: the source is something else."""
     folder = source.path
@@ -189,6 +262,11 @@ def sort_keys(
 def read_stated(stated: object) -> dict[str, Any]:
     """The configuration of the base that an adapter states, if it is here, as PEFT reads paths."""
     return read_config(Path(stated)) if is_name(stated) and is_folder(stated) else {}
+
+
+def is_absolute(path: str) -> bool:
+    """Whether it is a path of one machine only, on any system."""
+    return path.startswith(("/", "\\", "~")) or bool(PureWindowsPath(path).drive)
 
 
 def find_other_base(name: str, stated: Any, base: Checkpoint) -> Iterator[str]:
@@ -269,8 +347,10 @@ class PeftAdapter(LoraAdapter):
             elif is_turned is None:  # PEFT states what is true of the last module it looked at
                 is_turned = settings.fan_in_fan_out
             scale = settings.find_scale(module, pairs[module])
-            changes[name] = make_product(pairs[module], stored, scale, is_turned, changes.get(name))
-        if is_name(stated) and HUB_NAME.fullmatch(stated) and not is_folder(stated):
+            changes[name] = make_product(
+                self, pairs[module], stored, scale, is_turned, changes.get(name)
+            )
+        if is_name(stated) and not is_absolute(stated):
             self.stated = stated
         self.modules = {to_base(target): module for target, module in targets.items()}
         return changes
@@ -285,7 +365,7 @@ class PeftAdapter(LoraAdapter):
             raise InputChanged(f"{self.name!r} changed while it was merged", CHANGED_HINT)
 
     def _explain_missing(self, target: str) -> DareError:
-        base = self._base.tensors
+        base = self.base.tensors
         hint = f"check the base; it has {list_names(list(base))}"
         if target.endswith(HEADS) and any(other.endswith(EMBEDDINGS) for other in base):
             hint = (

@@ -1,5 +1,6 @@
-"""Models inside models: a language model in one that also sees, or a model in what training has
-wrapped around it. Finds the tensors of the base that names mean which only begin otherwise.
+"""Models inside models: the language model of a vision model, or a model in a trainer's wrapper.
+
+Matches tensors with those of the base whose names differ only in a prefix.
 """
 
 import re
@@ -14,10 +15,10 @@ from darelib.models.checkpoint import ARCHITECTURE, Checkpoint, ties_embeddings
 # The names of a model's tensors, and the base's for the same.
 Places: TypeAlias = dict[str, str]
 
-# What stands before the number of a layer, if there is one.
+# What stands before the index of a layer, if there is one.
 HEAD: Final = re.compile(r"(?:(?!\d+\.)[^.]*\.)*")
-# The parts of names that only say what a model is held by: those of programs for training, and
-# those that transformers 4 and 5 have at different places.
+# The parts of names that only say which module holds a model: those of training programs, and those
+# that transformers 4 and 5 put in different places.
 HOLDERS: Final = re.compile(
     r"(?<![^.])(?:_orig_mod|module|base_model|model|language_model)\."
     r"|(?<=vision_tower\.)vision_model\."
@@ -27,9 +28,9 @@ TEXT: Final = "text_config"
 
 
 def fit_names(model: Checkpoint, base: Checkpoint, config: DareConfig) -> None:
-    """Give a whole model's tensors the base's names, if they only begin otherwise.
+    """Give a whole model's tensors the base's names, if they differ only in a prefix.
 
-    What the base has besides is not missing, and what the model has besides is left out.
+    Other tensors of the base are not missing, and other tensors of the model are left out.
     """
     if model is base or model.partial or model.seed is not None:
         return
@@ -71,7 +72,7 @@ def has_place(model: Checkpoint, base: Checkpoint, within: str) -> bool:
 
 
 def check_prefix(prefix: str, base: Checkpoint, *models: Checkpoint) -> None:
-    """Refuse what no name begins with."""
+    """Refuse a prefix that no name has."""
     inputs = (base, *models)
     if prefix and not any(name.startswith(prefix) for each in inputs for name in each.tensors):
         raise DareError(
@@ -113,8 +114,8 @@ def replace_prefixes(table: Mapping[str, str], model: Checkpoint, base: Checkpoi
 
 
 def find_places(model: Checkpoint, base: Checkpoint, within: str) -> Places:
-    """Of the ways to take one for a part of the other, the one that places most tensors. within:
-    what the base's names, or else the model's, begin with.
+    """The match of most tensors, with the model as a part of the base or the base as a part of the
+    model. within: the prefix of that part.
     """
     is_base = any(name.startswith(within) for name in base.tensors)
     parts = [("", within) if is_base else (within, "")]
@@ -135,7 +136,7 @@ def find_places(model: Checkpoint, base: Checkpoint, within: str) -> Places:
 
 
 def match_part(model: Checkpoint, old: str, base: Checkpoint, new: str) -> Places:
-    """The tensors below two prefixes whose names differ in nothing but what they are held by."""
+    """The tensors below two prefixes whose names differ only in holders."""
     mine = index_names(model, old)
     theirs = index_names(base, new)
     return {name: theirs[plain] for plain, name in mine.items() if plain in theirs}
@@ -156,7 +157,7 @@ def drop_holders(name: str) -> str:
 
 
 def describe(places: Places) -> str:
-    """What the names begin with that are replaced, and by what."""
+    """Which prefixes are replaced, and by what."""
     ways = Counter[str]()
     for name, place in places.items():
         tail = name
@@ -168,9 +169,9 @@ def describe(places: Places) -> str:
 
 
 def place_config(model: Checkpoint, base: Checkpoint) -> None:
-    """Let a model's configuration be compared with that of the text part that it is, or has.
+    """Let configurations be compared where only one model is the text part of the other.
 
-    A kind like qwen2_vl_text is that of a part only: names and shapes must say that it fits.
+    A kind like qwen2_vl_text is that of a part only, and is not compared: names and shapes are.
     """
     whole = base.config
     own = model.config

@@ -1,6 +1,4 @@
-"""Models whose tokens have other numbers, or more of them: embeddings and heads with their rows in
-one common order.
-"""
+"""Models with other tokens or token ids: embeddings and heads with their rows in one order."""
 
 import dataclasses
 import itertools
@@ -15,7 +13,7 @@ from darelib.core.formats import FORMATS
 from darelib.core.text import DareError, list_names
 from darelib.kernels.plain import decode, encode
 from darelib.models.checkpoint import EMBEDDINGS, HEADS, Checkpoint
-from darelib.models.tensors import Encoding, Input, TensorInfo
+from darelib.models.encodings import Derived, Input, TensorInfo
 from darelib.models.vocabulary import (
     UNITE_HINT,
     Union,
@@ -41,17 +39,21 @@ NO_ROW: Final = -1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Rows(Encoding):
+class Rows(Derived):
     """The rows of a stored tensor in another order, some of them made up."""
 
     stored: TensorInfo
     width: int  # elements of a row
-    numbers: NDArray[np.int64] = dataclasses.field(repr=False)  # of the stored row, for each row
+    order: NDArray[np.int64] = dataclasses.field(repr=False)  # for each row, the stored one
     # For rows that are not stored. It holds open models, so that no plan with it can be sent.
     fill: Fill = dataclasses.field(repr=False)
 
+    @property
+    def is_delta(self) -> bool:
+        return self.stored.is_delta
+
     def stored_bytes(self, info: TensorInfo) -> int:
-        return self.stored.stored_bytes if info.is_delta else info.nbytes
+        return self.stored.stored_bytes if self.is_delta else info.nbytes
 
     def read(
         self, model: Input, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
@@ -60,7 +62,7 @@ class Rows(Encoding):
         real = choose_real(info, self.stored)
         for first, last in self._find_runs(start, start + count):
             part = into[(first - start) * item : (last - start) * item]
-            row = int(self.numbers[first // self.width])
+            row = int(self.order[first // self.width])
             place = row * self.width + first % self.width
             if row != NO_ROW and self.stored.dtype == info.dtype:
                 model.read(self.stored, place, last - first, part)
@@ -77,9 +79,9 @@ class Rows(Encoding):
         made up.
         """
         first = start // self.width
-        numbers = self.numbers[first : -(-stop // self.width)]
-        stored = numbers != NO_ROW
-        follows = np.diff(numbers) == 1
+        order = self.order[first : -(-stop // self.width)]
+        stored = order != NO_ROW
+        follows = np.diff(order) == 1
         breaks = np.flatnonzero((stored[:-1] | stored[1:]) & ~(stored[:-1] & follows))
         ends = [(first + 1 + int(k)) * self.width for k in breaks]
         yield from itertools.pairwise([start, *ends, stop])
@@ -100,8 +102,8 @@ def make_zeros(_: int, count: int, real: str) -> Values:
 
 
 def unite_tokens(inputs: Sequence[Checkpoint], owner: Checkpoint | None = None) -> None:
-    """Give the base and its fine-tunes the same tokens, each token with the same number everywhere:
-    the tokens of all of them, or (owner) of one.
+    """Give the base and its fine-tunes the same tokens, with the same ids: the tokens of all of
+    them, or those of one (owner).
     """
     base, *models = inputs
     names = [n for n, info in base.tensors.items() if n.endswith(EMBEDDINGS) and info.count]
@@ -110,7 +112,7 @@ def unite_tokens(inputs: Sequence[Checkpoint], owner: Checkpoint | None = None) 
     try:
         vocabulary, *others = (read_vocabulary(model.folder, model.name) for model in inputs)
     except DareError:
-        if owner:  # rows are merged by their numbers, with a warning
+        if owner:  # rows are merged as they are, with a warning
             return
         raise
     if owner and not (vocabulary and names):
@@ -146,14 +148,14 @@ def unite_tokens(inputs: Sequence[Checkpoint], owner: Checkpoint | None = None) 
 
 
 def check_alike(model: Checkpoint) -> None:
-    """Refuse layers of models whose tokens have other numbers: the head may be another one's."""
+    """Refuse a stack of layers of models with different token ids: its head may be of any."""
     first, *others = model.parts
     if not others:
         return
     tokens = read_vocabulary(first.folder, first.name)
     for part in others:
         theirs = read_vocabulary(part.folder, part.name)
-        if (theirs and theirs.numbers) != (tokens and tokens.numbers):
+        if (theirs and theirs.ids) != (tokens and tokens.ids):
             raise DareError(
                 f"{first.name!r} and {part.name!r} have different tokenizers, so their layers "
                 "cannot be put together with another one's",
@@ -179,15 +181,13 @@ class Arrangement:
         self.height = union.size if union.owner else max(self.info.shape[0], union.size)
         self.width = self.info.count // self.info.shape[0]
         self.givers: list[tuple[Checkpoint, Rows]] = []  # the models with rows for new tokens
-        self.new = [n for n, token in union.tokens.items() if token not in union.base.numbers]
+        self.new = [n for n, token in union.tokens.items() if token not in union.base.ids]
         # A head may be tied.
         self.names = (name, embedding) if name.endswith(HEADS) else (name,)
 
     def arrange(self) -> None:
-        numbers = self._number(self.union.base, self.info, self.base.name)
-        self._replace(
-            self.base, Rows(self.info, self.width, numbers, self._average), self.info.dtype
-        )
+        order = self._find_rows(self.union.base, self.info, self.base.name)
+        self._replace(self.base, Rows(self.info, self.width, order, self._average), self.info.dtype)
         for model, vocabulary in zip(self.models, self.union.models, strict=True):
             stored = [model.tensors[name] for name in self.names if name in model.tensors]
             if stored:
@@ -200,12 +200,12 @@ class Arrangement:
             )
 
     def _find_givers(self, row: int) -> list[tuple[Checkpoint, Rows]]:
-        return [giver for giver in self.givers if giver[1].numbers[row] != NO_ROW]
+        return [giver for giver in self.givers if giver[1].order[row] != NO_ROW]
 
     def _arrange_model(
         self, model: Checkpoint, theirs: TensorInfo, vocabulary: Vocabulary | None
     ) -> None:
-        if theirs.mask_name is not None:
+        if theirs.encoding.mask_name is not None:
             raise DareError(
                 f"{model.name!r} is packed, so that its rows cannot be moved",
                 "give the model itself",
@@ -218,24 +218,20 @@ class Arrangement:
                 f"{self.info.shape[0]:,}, and no tokenizer.json that says what they stand for",
                 "put its tokenizer.json beside it",
             )
-        numbers = self._number(vocabulary or self.union.base, theirs, model.name)
+        order = self._find_rows(vocabulary or self.union.base, theirs, model.name)
         if not theirs.is_delta:
-            self.givers.append((model, Rows(theirs, self.width, numbers.copy(), make_zeros)))
+            self.givers.append((model, Rows(theirs, self.width, order.copy(), make_zeros)))
         # Where the base has what the models give, none of them differs from it.
-        numbers[self.new] = NO_ROW
+        order[self.new] = NO_ROW
         united = self.base.tensors[self.name]
         fill = make_zeros if theirs.is_delta else partial(read_values, self.base, united)
-        exact = theirs.is_delta or theirs.dtype == self.info.dtype or NO_ROW not in numbers
+        exact = theirs.is_delta or theirs.dtype == self.info.dtype or NO_ROW not in order
         dtype = theirs.dtype if exact else choose_real(theirs, self.info)
-        self._replace(model, Rows(theirs, self.width, numbers, fill), dtype)
+        self._replace(model, Rows(theirs, self.width, order, fill), dtype)
 
     def _replace(self, model: Checkpoint, rows: Rows, dtype: str) -> None:
-        model.tensors[self.name] = TensorInfo(
-            dtype,
-            (self.height, *rows.stored.shape[1:]),
-            is_delta=rows.stored.is_delta,
-            encoding=rows,
-        )
+        shape = (self.height, *rows.stored.shape[1:])
+        model.tensors[self.name] = TensorInfo(dtype, shape, encoding=rows)
 
     def _average(self, start: int, count: int, real: str) -> Values:
         made = np.zeros(count, FORMATS[real].real)
@@ -245,12 +241,12 @@ class Arrangement:
             part = made[first - start : last - start]
             givers = self._find_givers(row)
             for model, rows in givers:
-                place = int(rows.numbers[row]) * self.width + first % self.width
+                place = int(rows.order[row]) * self.width + first % self.width
                 part += read_values(model, rows.stored, place, last - first, real)
             part /= len(givers)
         return made
 
-    def _number(self, model: Vocabulary, info: TensorInfo, name: str) -> NDArray[np.int64]:
+    def _find_rows(self, model: Vocabulary, info: TensorInfo, name: str) -> NDArray[np.int64]:
         """For each row of the union, the model's own row for that token.
 
         A row without a token stays where it is.
@@ -262,10 +258,10 @@ class Arrangement:
                 "rows",
                 "its tokenizer belongs to another model",
             )
-        taken = {*model.numbers.values(), *self.union.tokens}
-        numbers = np.full(self.height, NO_ROW, np.int64)
+        taken = {*model.ids.values(), *self.union.tokens}
+        order = np.full(self.height, NO_ROW, np.int64)
         free = [row for row in range(min(self.height, own)) if row not in taken]
-        numbers[free] = free
-        for number, token in self.union.tokens.items():
-            numbers[number] = model.numbers.get(token, NO_ROW)
-        return numbers
+        order[free] = free
+        for token_id, token in self.union.tokens.items():
+            order[token_id] = model.ids.get(token, NO_ROW)
+        return order

@@ -12,8 +12,8 @@ from typing import Any, Final, Self, TypeAlias
 
 from darelib.config import is_count
 from darelib.core.text import LISTED, ConfigError, DareError, as_text, install_hint, nearest
-from darelib.models.templates import TEMPLATES
 from darelib.models.tensorfile import PICKLE_SUFFIXES, WEIGHT_SUFFIXES
+from darelib.models.vocabulary import TEMPLATES
 
 # The files that a model in a directory is named by; the directory's name says more.
 MODEL_FILES: Final = (
@@ -142,7 +142,7 @@ def list_splits(name: str) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Slice:
-    """Some layers of a model: from a number on, up to another one, which is left out."""
+    """Layers of a model, from start up to stop, which is left out."""
 
     source: Source
     start: int
@@ -153,14 +153,14 @@ class Slice:
         """read: what gives the source of a model by its name."""
         table = given if isinstance(given, dict) else {}
         layers = table.get("layers")
-        numbers = layers if isinstance(layers, list | tuple) else []
-        is_range = len(numbers) == 2 and all(is_count(number, 0) for number in numbers)
-        if table.keys() != {"model", "layers"} or not is_range or numbers[0] > numbers[1]:
+        ends = layers if isinstance(layers, list | tuple) else []
+        is_range = len(ends) == 2 and all(is_count(end, 0) for end in ends)
+        if table.keys() != {"model", "layers"} or not is_range or ends[0] > ends[1]:
             raise ConfigError(f"{given!r} does not name layers of a model", f"write {SLICE}")
         source = read(table["model"], folder)
         if source.slices:
             raise ConfigError("layers of layers are not a model", f"write {SLICE}")
-        return cls(source, *numbers)
+        return cls(source, *ends)
 
     def as_table(self, name: str) -> dict[str, Any]:
         return {"model": name, "layers": [self.start, self.stop]}

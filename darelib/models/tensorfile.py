@@ -25,7 +25,7 @@ from typing import Any, Final
 
 from darelib.core.formats import STORED_BITS
 from darelib.core.text import DareError, InputChanged
-from darelib.models.tensors import TensorInfo as TensorInfo
+from darelib.models.encodings import TensorInfo as TensorInfo
 
 # Bytes: more than MAX_TENSORS take with long names, so that no file takes much memory.
 MAX_HEADER: Final = 64_000_000
@@ -129,9 +129,9 @@ def convert_hint(path: Path) -> str:
 
 
 class TensorFile:
-    """One safetensors file, open for reading. number: which of its checkpoint's files it is."""
+    """One safetensors file, open for reading. place: which of its checkpoint's files it is."""
 
-    def __init__(self, path: Path, name: str, number: int = 0) -> None:
+    def __init__(self, path: Path, name: str, place: int = 0) -> None:
         self.path = path
         self.name = name
         try:
@@ -148,7 +148,7 @@ class TensorFile:
             header = self._read_header(start, size)
             self.header_sha256 = hashlib.sha256(header).hexdigest()
             text = str(memoryview(header)[8:], "utf-8")
-            self.tensors, self.metadata = parse_header(text, len(header), size, number)
+            self.tensors, self.metadata = parse_header(text, len(header), size, place)
         except (ValueError, RecursionError) as error:
             self.close()
             raise self._explain_broken(error, start) from None
@@ -228,7 +228,7 @@ def _peek(path: Path, _: object) -> tuple[tuple[str, ...], dict[str, str]]:
 
 
 def parse_header(
-    text: str, data_start: int, file_size: int, number: int = 0
+    text: str, data_start: int, file_size: int, place: int = 0
 ) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     """The tensors in the order in which they are stored, and the metadata.
 
@@ -246,7 +246,7 @@ def parse_header(
         except ValueError as error:
             return error  # the name of the tensor is not known yet
         shape = shapes.setdefault(shape, shape)
-        return TensorInfo(sys.intern(fields["dtype"]), shape, data_start + begin, number)
+        return TensorInfo(sys.intern(fields["dtype"]), shape, data_start + begin, place)
 
     try:
         header = json.loads(text, object_pairs_hook=read_object, parse_int=_parse_count)
@@ -283,8 +283,8 @@ def _parse_count(text: str) -> int | float:
 def _check_entry(dtype: Any, shape: Any, data_offsets: Any) -> tuple[tuple[int, ...], int]:
     if not (isinstance(dtype, str) and isinstance(shape, list) and isinstance(data_offsets, list)):
         raise ValueError(NO_ENTRY)
-    numbers = (*shape, *data_offsets)
-    if len(data_offsets) != 2 or set(map(type, numbers)) != {int} or max(numbers) >> 63:
+    counts = (*shape, *data_offsets)
+    if len(data_offsets) != 2 or set(map(type, counts)) != {int} or max(counts) >> 63:
         raise ValueError(NO_ENTRY)
     if dtype not in STORED_BITS:
         raise ValueError(f"{dtype[:MAX_NAME]!r} is an unknown type")

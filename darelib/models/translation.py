@@ -1,17 +1,21 @@
-"""Tensors of diffusion models by all names that they have (see names): those of another model are
-found by them, and put back to the names of a base.
+"""Diffusion models by either kind of names (see names): a model's tensors get the base's names, as
+pieces of what the model stores.
 """
 
 import math
 import re
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from darelib.core.formats import STORED_BITS
 from darelib.core.text import DareError, count_of
 from darelib.models.checkpoint import Checkpoint
+from darelib.models.encodings import Derived, Input, Piece, TensorInfo, drop_ones
 from darelib.models.names import (
     ALONE,
     DEEP,
@@ -26,24 +30,12 @@ from darelib.models.names import (
     Map,
     Share,
 )
-from darelib.models.pieces import (
-    Piece,
-    Transposed,
-    count_used,
-    drop_ones,
-    fill_gaps,
-    fit_shape,
-    join,
-    list_pieces,
-    transpose,
-)
 from darelib.models.source import Source
-from darelib.models.tensors import TensorInfo
 
 Tensors: TypeAlias = Mapping[str, TensorInfo]
 Named: TypeAlias = dict[str, TensorInfo]
 
-NUMBER: Final = re.compile(r"\.\d+(?=\.)")
+INDEX: Final = re.compile(r"\.\d+(?=\.)")
 # Elements, ten times those of the largest projection: all of it is read for each chunk of it.
 MAX_TRANSPOSED: Final = 1 << 24
 LONGEST: Final = 80  # letters of a module in any table: names of files may have many thousands
@@ -65,15 +57,16 @@ class Home:
 
 
 def find_homes(tensors: Tensors) -> list[Home]:
-    """The components that a model has, or, if nothing stands before its names, those that it may
-    be; none: it is no diffusion model that is known.
+    """The components of a diffusion model; if its names have no prefix, all that it may be.
+
+    None: it is no known diffusion model.
     """
     homes: dict[str, Home] = {}
     known = [(prefix, own) for own, prefixes in PREFIXES for prefix in prefixes]
     bare = [("", component) for component, _ in PREFIXES]
     for pairs in (known, bare):
         for prefix, component in pairs:
-            # What has but one kind of names is only known among others.
+            # A component with one kind of names is only recognised by its prefix.
             maps = [own for own in MAPS if own.component == component and (prefix or own.table)]
             for own in maps:
                 kinds = [k for k, name in enumerate(own.markers) if f"{prefix}{name}" in tensors]
@@ -147,11 +140,11 @@ def _rename(name: str, names: Mapping[str, str]) -> str:
 
 
 def _find_entry(name: str, table: Mapping[str, Any]) -> tuple[str, str, str]:
-    """The longest start of a name, up to a dot, that a table has, what comes after that, and the
-    number of the block; of a name that it does not have, all of it.
+    """The longest start of a name, up to a dot, that a table has, the rest, and the index of the
+    block. Of a name that is not in the table, all of it.
     """
-    match = NUMBER.search(name)
-    for form in (name, NUMBER.sub(".#", name, count=1)):
+    match = INDEX.search(name)
+    for form in (name, INDEX.sub(".#", name, count=1)):
         end = len(form) if len(form) <= LONGEST else form.rfind(".", 0, LONGEST + 1)
         while end > 0:
             if form[:end] in table:
@@ -166,7 +159,7 @@ def _turn(tensors: Tensors, table: Mapping[str, list[Share]]) -> Named:
     for name, info in tensors.items():
         if STORED_BITS[info.dtype] < 8:  # whose elements have no places of their own
             continue
-        entry, rest, number = _find_entry(name, table)
+        entry, rest, index = _find_entry(name, table)
         sides = len(info.shape)
         if entry in TRANSPOSED and sides == 2:
             if info.count > MAX_TRANSPOSED:
@@ -175,7 +168,7 @@ def _turn(tensors: Tensors, table: Mapping[str, list[Share]]) -> Named:
         elif entry in POINTS and sides in (2, 4):
             info = fit_shape(info, info.shape[:2] if sides == 4 else (*info.shape, 1, 1))
         for share in table.get(entry, [Share(name, 0, 0, 1, 1, 1)]):
-            found[share.name.replace(".#", number) + rest].append((share, info))
+            found[share.name.replace(".#", index) + rest].append((share, info))
     made = {name: _join_shares(parts) for name, parts in found.items()}
     return {name: info for name, info in made.items() if info}
 
@@ -204,12 +197,12 @@ def _join_shares(parts: list[tuple[Share, TensorInfo]]) -> TensorInfo | None:
 
 
 def use_names(model: Checkpoint, base: Checkpoint) -> None:
-    """Give what a diffusion model calls otherwise than the base does the base's names."""
+    """Give the tensors of a diffusion model the base's names."""
     found = {} if model.partial else match_names(model.tensors, base.tensors, model.source)
     if not found:
         return
     used = count_used(found.values())
-    # What the base takes but a part of is among the rest, too, and so reported as ignored.
+    # A tensor of which the base uses only a part stays, too, and is reported as ignored.
     own = {n: info for n, info in model.tensors.items() if used.get(id(info), -1) < info.count}
     model.warnings += (
         f"{model.name} has other names than the base: {len(used):,} of "
@@ -248,8 +241,8 @@ def _match(homes: Iterable[Home], tensors: Tensors, base: Tensors) -> Named:
 
 
 def put_back(changes: Tensors, base: Tensors, ways: Tensors, adapter: str) -> dict[str, TensorInfo]:
-    """Changes of an adapter, by the names of the base. ways: other names, of what is made of the
-    base's.
+    """Changes of an adapter, by the names of the base. ways: tensors made of the base's, by other
+    names.
     """
     made = {name: change for name, change in changes.items() if name in base}
     own = {id(info): name for name, info in base.items()}
@@ -264,10 +257,9 @@ def put_back(changes: Tensors, base: Tensors, ways: Tensors, adapter: str) -> di
                 f"adapter {adapter!r}",
                 "give the model that it was trained on",
             )
-        if isinstance(way.encoding, Transposed):
-            change = transpose(change)
+        change = way.encoding.revert(change)
         place = 0
-        for piece in list_pieces(way):
+        for piece in way.encoding.list_pieces(way):
             target = own[id(piece.info)]
             found[target].append((piece.start, Piece(change, place, piece.count)))
             place += piece.count
@@ -286,3 +278,100 @@ def put_back(changes: Tensors, base: Tensors, ways: Tensors, adapter: str) -> di
                 "give a base that has the names that it was trained by",
             )
     return made
+
+
+# --- tensors made of pieces of others -----------------------------------------------------------
+# Rows lie one after the other, so that a range of them is a range of elements.
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces(Derived):
+    """Pieces of other tensors of the same type, one after the other."""
+
+    parts: tuple[Piece, ...]
+
+    @property
+    def is_delta(self) -> bool:
+        return any(part.info.is_delta for part in self.parts if part.info)
+
+    def list_pieces(self, info: TensorInfo) -> tuple[Piece, ...]:
+        return self.parts
+
+    def stored_bytes(self, info: TensorInfo) -> int:
+        parts = [(part.info, part.count) for part in self.parts if part.info]
+        return sum(own.stored_bytes * count // own.count for own, count in parts if own.count)
+
+    def read(
+        self, model: Input, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
+    ) -> None:
+        item = STORED_BITS[info.dtype] // 8
+        place = 0  # of the part
+        for part in self.parts:
+            first = max(start, place)
+            last = max(first, min(start + count, place + part.count))
+            target = into[(first - start) * item : (last - start) * item]
+            if part.info is None:
+                target[:] = 0
+            elif target.size:
+                model.read(part.info, part.start + first - place, last - first, target)
+            place += part.count
+
+
+@dataclass(frozen=True, eq=False)
+class Transposed(Pieces):
+    """A whole matrix of which rows are stored as columns."""
+
+    def read(
+        self, model: Input, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
+    ) -> None:
+        item = STORED_BITS[info.dtype] // 8
+        stored = np.empty((*info.shape[::-1], item), np.uint8)
+        super().read(model, info, 0, info.count, stored.reshape(-1))
+        into[:] = stored.swapaxes(0, 1).reshape(-1)[start * item : (start + count) * item]
+
+    def revert(self, change: TensorInfo) -> TensorInfo:
+        return transpose(change)
+
+
+def count_used(infos: Iterable[TensorInfo]) -> Counter[int]:
+    """By id of a model's tensors: how many of their elements others are made of."""
+    used = Counter[int]()
+    for info in infos:
+        for piece in info.encoding.list_pieces(info):
+            used[id(piece.info)] += piece.count
+    return used
+
+
+def transpose(info: TensorInfo) -> TensorInfo:
+    encoding = Transposed((Piece(info, 0, info.count),))
+    return TensorInfo(info.dtype, info.shape[::-1], encoding=encoding)
+
+
+def join(parts: Sequence[Piece], shape: tuple[int, ...]) -> TensorInfo:
+    """A tensor of pieces; of one that is whole, that one, if it has this shape."""
+    first = next(part.info for part in parts if part.info)
+    if len(parts) == 1 and parts[0].count == first.count:
+        if first.shape == shape:
+            return first
+        if first.added_rank:  # a product stays one
+            return replace(first, shape=shape)
+    return TensorInfo(first.dtype, shape, encoding=Pieces(tuple(parts)))
+
+
+def fit_shape(info: TensorInfo, shape: tuple[int, ...]) -> TensorInfo:
+    """A convolution of a single point is a matrix, and may be stored as either."""
+    sides, wanted = ([side for side in each if side > 1] for each in (info.shape, shape))
+    fits = sides == wanted and info.shape != shape and STORED_BITS[info.dtype] >= 8
+    return join(info.encoding.list_pieces(info), shape) if fits else info
+
+
+def fill_gaps(pieces: Sequence[tuple[int, Piece]], count: int) -> list[Piece] | None:
+    """Pieces in the order of their places, with zeros between them; None: two of them overlap."""
+    filled: list[Piece] = []
+    end = 0
+    for place, piece in [*sorted(pieces, key=lambda pair: pair[0]), (count, Piece(None, 0, 0))]:
+        if place < end:
+            return None
+        filled += [Piece(None, 0, place - end), piece]
+        end = place + piece.count
+    return [piece for piece in filled if piece.count]

@@ -28,11 +28,11 @@ from darelib.models.checkpoint import (
     module_of,
     ties_embeddings,
 )
-from darelib.models.directories import ADAPTER_CONFIG, ADAPTER_FILE
-from darelib.models.lora import LowRankTensor, find_transposed, find_ways
+from darelib.models.directories import ADAPTER_CONFIG, ADAPTER_FILE, is_folder
+from darelib.models.encodings import PLAIN, TensorInfo
+from darelib.models.lora import find_transposed, find_ways
 from darelib.models.peft import PREFIX, describe_lora, last_part
-from darelib.models.source import recorded_name
-from darelib.models.tensors import PLAIN, TensorInfo
+from darelib.models.source import HUB_NAME, recorded_name
 from darelib.output.destination import Destination
 from darelib.output.directory import (
     CARD_FILE,
@@ -293,7 +293,7 @@ def is_changed(tensor: TensorPlan, inputs: Sequence[Checkpoint]) -> bool:
 def differs(name: str, *tensors: tuple[Checkpoint, TensorInfo]) -> bool:
     """Whether a model's tensor differs from the base's: all but equal ones do so at once."""
     [(_, base), (_, info)] = tensors
-    if type(info) is not TensorInfo or info.is_delta or info.shape != base.shape:
+    if info.is_delta or info.shape != base.shape:
         return True
     step = TUNING.max_chunk // 8
     for start in range(0, base.count, step):
@@ -325,9 +325,10 @@ def find_modules(
         is_table = TABLE.fullmatch(tensor.name) or is_beyond(tensor)
         if not is_matrix or is_head or is_apart or is_table:
             continue
-        low = [info for _, info in tensor.finetuned if isinstance(info, LowRankTensor)]
-        stored = low[0].transposed if low else find_transposed(tensor.name, ways)
-        rank = choose_rank(tensor, config.adapter_rank)
+        products = [info.encoding.product for _, info in tensor.finetuned]
+        known = [product.transposed for product in products if product]
+        stored = known[0] if known else find_transposed(tensor.name, ways)
+        rank = choose_rank(tensor, inputs, config.adapter_rank)
         modules[tensor.name] = Module(names.find(module_of(tensor.name)), rank, bool(stored))
     if is_share(config.adapter_rank):
         return modules
@@ -337,7 +338,9 @@ def find_modules(
     return {name: module._replace(rank=rank) for name, module in modules.items()}
 
 
-def choose_rank(tensor: TensorPlan, wanted: float | str | None) -> int:
+def choose_rank(
+    tensor: TensorPlan, inputs: Sequence[Checkpoint], wanted: float | str | None
+) -> int:
     """The rank of a tensor's factors; where it depends on the change, the largest it can be."""
     rows = tensor.base.shape[0]
     most = min(rows, tensor.base.count // rows)
@@ -345,14 +348,29 @@ def choose_rank(tensor: TensorPlan, wanted: float | str | None) -> int:
         most = min(most, sum(info.added_rank for _, info in tensor.finetuned))
     elif wanted == FULL:
         raise DareError(
-            f"the change of {tensor.name!r} is no product of the adapters' matrices: {FULL} is for "
-            "adapters of which nothing is dropped, merged by linear or wudi, onto a base that has "
-            "the names that they have",
+            f"the change of {tensor.name!r} is no product of the adapters' matrices: "
+            f"{explain_rank(tensor, inputs)}",
             "give a number like --adapter-rank 64, or a share of the energy like 0.95",
         )
     if isinstance(wanted, float | int) and wanted >= 1:
         return min(most, int(wanted))
     return most
+
+
+def explain_rank(tensor: TensorPlan, inputs: Sequence[Checkpoint]) -> str:
+    """Why the models' changes of a tensor have no rank that could be added."""
+    for i, info in tensor.finetuned:
+        model = inputs[1 + i]
+        product = info.encoding.product
+        if not model.partial:
+            return f"{model.name!r} is a model, not an adapter"
+        if product and product.magnitudes:
+            return f"{model.name!r} is DoRA"
+        if not info.is_delta:
+            return f"{model.name!r} saves that module whole"
+        if not product:
+            return f"{model.name!r} has other names than the base"
+    return "entries are dropped, or the method is neither linear nor wudi"
 
 
 def find_saved(rest: Sequence[str], modules: Mapping[str, Module], base: Checkpoint) -> set[str]:
@@ -404,12 +422,9 @@ def describe_adapter(plan: AdapterPlan, inputs: Sequence[Checkpoint]) -> dict[st
     modules = {module_of(name) for name in held if name.endswith(".weight")}
     biases = [n for n in held if n.endswith(".bias") and module_of(n) not in modules]
     saved = dict.fromkeys(module_of(name) for name in held if name not in biases)
-    own = name_base(base)
-    stated = {model.stated for model in inputs[1:]} - {""}
-    same = [name for name in stated if last_part(name) == last_part(own)]
     is_causal = str(base.config.get(ARCHITECTURE)).endswith(("ForCausalLM", "LMHeadModel"))
     return describe_lora(
-        min(same, default=own),
+        name_base(inputs),
         ranks,
         ranks,
         bias="all" if biases else "none",
@@ -421,11 +436,18 @@ def describe_adapter(plan: AdapterPlan, inputs: Sequence[Checkpoint]) -> dict[st
     )
 
 
-def name_base(base: Checkpoint) -> str:
-    """The base's name on the Hub, also where it was given as a path into its cache; or its own."""
+def name_base(inputs: Sequence[Checkpoint]) -> str:
+    """What the adapters call the base; where they disagree, its name on the Hub, also where it was
+    given as a path into the Hub's cache; or the last part of its path.
+    """
+    base, *models = inputs
     path = base.folder or base.files[0].path
     cached = re.search(r"(?:^|[/\\])models--([^/\\]+)[/\\]snapshots[/\\]", os.path.abspath(path))
-    return cached[1].replace("--", "/") if cached else card_name(base.source)
+    own = cached[1].replace("--", "/") if cached else card_name(base.source)
+    stated = {model.stated for model in models} - {""}
+    if len(stated) > 1:
+        stated = {name for name in stated if HUB_NAME.fullmatch(name) and not is_folder(name)}
+    return min((name for name in stated if last_part(name) == last_part(own)), default=own)
 
 
 def shorten(modules: Sequence[str], base: Checkpoint) -> list[str]:

@@ -23,10 +23,10 @@ from darelib.core.tuning import TUNING
 from darelib.kernels.comparison import Comparison, compare_values
 from darelib.models.checkpoint import CLASS_KEY, Checkpoint
 from darelib.models.directories import CONFIG_FILE, DIFFUSERS_STEM, part_name
+from darelib.models.encodings import Encoding
 from darelib.models.inputs import explain_read_errors
 from darelib.models.source import RECIPE_FILE
 from darelib.models.tensorfile import read_json
-from darelib.models.tensors import Encoding
 from darelib.output.destination import (
     Destination,
     check_apart,

@@ -8,8 +8,8 @@ from typing import TypeAlias
 import numpy as np
 
 from darelib.core.text import ConfigError, DareError, human
+from darelib.models.encodings import Input, TensorInfo
 from darelib.models.tensorfile import header_bytes
-from darelib.models.tensors import Input, TensorInfo
 from darelib.output.scratch import write_new_file
 
 Bytes: TypeAlias = Iterable[bytes | memoryview]

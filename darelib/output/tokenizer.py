@@ -26,11 +26,11 @@ from darelib.models.source import (
     download,
     recorded_name,
 )
-from darelib.models.templates import TEMPLATES
 from darelib.models.tensorfile import open_regular, read_json
 from darelib.models.vocabulary import (
     ADDED_START,
     ADDED_TABLE,
+    TEMPLATES,
     TOKENIZER_FILE,
     Vocabulary,
     describe_differences,
@@ -127,7 +127,7 @@ class Voice:
         """Its tokens; None: they are not known."""
         known = self.tokenizer.vocabulary
         added = {entry["content"]: entry["id"] for entry in self.added}
-        return known.numbers | added if known else None
+        return known.ids | added if known else None
 
     def renumber(self, model: Owner) -> dict[int, int | None]:
         """A model's numbers that are others in the output, or (None) no token's."""
@@ -135,7 +135,7 @@ class Voice:
             return {}
         if self.numbers is None or model.vocabulary is None:
             return {}
-        theirs = model.vocabulary.numbers
+        theirs = model.vocabulary.ids
         return {number: self.numbers.get(token) for token, number in theirs.items()}
 
     def check_template(self, template: Any, whose: Owner | None) -> None:
@@ -443,7 +443,7 @@ def find_ids(model: Owner) -> dict[str, Any]:
     if config := model.read_json(CONFIG_FILE):
         parts = [part for part in (config.get("text_config"), config) if isinstance(part, dict)]
         return {key: part[key] for part in parts for key in TOKEN_IDS if is_id(part.get(key))}
-    known = model.vocabulary.numbers if model.vocabulary else {}
+    known = model.vocabulary.ids if model.vocabulary else {}
     numbers = {f"{key}_id": known.get(token_text(token)) for key, token in model.tokens.items()}
     return {key: number for key, number in numbers.items() if number is not None}
 

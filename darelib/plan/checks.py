@@ -17,8 +17,8 @@ from darelib.models.checkpoint import (
     module_of,
     quantised_modules,
 )
+from darelib.models.encodings import Described, TensorInfo
 from darelib.models.fp8 import UNREAD_HINTS
-from darelib.models.tensors import Described, TensorInfo
 from darelib.plan.buffers import AVERAGED, COPIED
 from darelib.plan.tensors import TensorPlan
 
@@ -100,9 +100,10 @@ class Refusals:
         """A packed model's mask was drawn when it was packed, and its head may have been tied then,
         or not.
         """
-        if theirs.mask_name not in (None, mask_name):
+        known = theirs.encoding.mask_name
+        if known not in (None, mask_name):
             raise DareError(
-                f"{model.name!r} was packed with {name!r} thinned like {theirs.mask_name!r}, and "
+                f"{model.name!r} was packed with {name!r} thinned like {known!r}, and "
                 f"now it is merged like {mask_name!r}: the base's configuration says otherwise "
                 "about tied embeddings",
                 "give the base with the configuration that it had then, or the model itself",
@@ -115,10 +116,10 @@ class Refusals:
         needy = {
             f"drop {thinning.drop}": thinning.drop != RANDOM,
             "rescale l1": thinning.restores_sum,
-            f"method {method}": theirs.drop_rate and METHODS[method].sees_dropped,
+            f"method {method}": theirs.encoding.drop_rate and METHODS[method].sees_dropped,
         }
         what = next((what for what, sees_all in needy.items() if sees_all), None)
-        if what and theirs.mask_name is not None:
+        if what and theirs.encoding.mask_name is not None:
             raise DareError(
                 f"{model.name!r} is packed, and {what} must see all of {name!r}",
                 "give the model itself, or use other settings",
@@ -319,7 +320,7 @@ def find_odd_names(name: str, missing: Sequence[str], extra: Sequence[str]) -> I
 
 def find_samples(inputs: Sequence[Described]) -> Iterator[str]:
     for model in inputs:
-        if any(info.share < 1 for info in model.tensors.values()):
+        if any(info.encoding.share < 1 for info in model.tensors.values()):
             yield (
                 f"{model.name} is packed, so its figures are those of the entries that it holds, a "
                 "random sample"

@@ -11,7 +11,7 @@ from darelib.config import DareConfig
 from darelib.core.formats import FORMATS
 from darelib.core.text import ConfigError, list_names, nearest
 from darelib.models.directories import MERGED_COMPONENTS
-from darelib.models.tensors import Described
+from darelib.models.encodings import Described
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

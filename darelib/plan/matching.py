@@ -8,7 +8,7 @@ from darelib.core.formats import DTYPES, FORMATS
 from darelib.core.text import LISTED, DareError
 from darelib.methods import METHODS, average_only, keep_only
 from darelib.models.checkpoint import EMBEDDINGS, HEADS, ties_embeddings
-from darelib.models.tensors import PLAIN, Described, TensorInfo
+from darelib.models.encodings import PLAIN, Described, TensorInfo
 from darelib.plan.buffers import AVERAGED, COPIED, find_buffer
 from darelib.plan.checks import Refusals
 from darelib.plan.components import check_merged, find_kept, find_unmerged_changes
@@ -110,14 +110,15 @@ class Matcher:
         elif buffer == AVERAGED and self.models:
             settings = average_only(settings)
         if METHODS[settings.method].keeps_base(settings):
-            merged &= dtype != info.dtype or info.encoding is not PLAIN
+            merged &= dtype != info.dtype or bool(info.encoding.kind)
         elif quantised and not self.models:
             raise DareError(
                 f"tensor {name!r} of {self.base.name!r} is quantised, so it cannot be scaled",
                 "leave its scale out, or scale the model before it is quantised",
             )
         # What was dropped before stays so: masks nest.
-        rates = {i: theirs.drop_rate for i, theirs, _ in finetuned if theirs.drop_rate}
+        known = {i: theirs.encoding.drop_rate for i, theirs, _ in finetuned}
+        rates = {i: rate for i, rate in known.items() if rate}
         if rates:
             numbered = enumerate(settings.thinnings)
             raised = tuple(own.raise_to(rates.get(i, 0.0)) for i, own in numbered)

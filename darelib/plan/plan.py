@@ -13,7 +13,7 @@ from darelib.core.text import ConfigError
 from darelib.core.tuning import TUNING, count_cores
 from darelib.kernels import KernelSpec
 from darelib.methods.looks import Look
-from darelib.models.tensors import Described
+from darelib.models.encodings import Described
 from darelib.plan.checks import (
     check_rules,
     find_odd_inputs,

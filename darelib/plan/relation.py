@@ -7,7 +7,7 @@ from typing import Final
 
 from darelib.config import DareConfig
 from darelib.core.text import DareError
-from darelib.models.tensors import Described, TensorInfo
+from darelib.models.encodings import Described, TensorInfo
 from darelib.plan.plan import MergePlan
 
 # Fine-tuning changes weights by a few percent. Two models that have nothing in common differ by

@@ -15,8 +15,8 @@ from darelib.methods import METHODS, choose_looks
 from darelib.methods.looks import Found, Look
 from darelib.methods.settings import BASE, TensorSettings
 from darelib.models.directories import OWN_STEM
+from darelib.models.encodings import Encoding, TensorInfo
 from darelib.models.tensorfile import header_bytes
-from darelib.models.tensors import Encoding, TensorInfo
 
 
 @dataclass(frozen=True, slots=True)  # there may be very many
@@ -61,7 +61,8 @@ class TensorPlan:
         i, info = self.finetuned[row]
         thinning = self.settings.thinnings[i]
         is_random = not thinning.scheme.ends and not thinning.scheme.thresholds
-        return info.base == self.base and is_random and info.drop_rate == thinning.drop_rate
+        known = info.encoding
+        return known.base == self.base and is_random and known.drop_rate == thinning.drop_rate
 
     @property
     def is_simple(self) -> bool:

@@ -34,6 +34,7 @@ from darelib.core.formats import DTYPES
 from darelib.core.text import LOG, nearest
 from darelib.methods import METHODS
 from darelib.methods.settings import ZERO
+from darelib.models.composed import BEFORE_LAYERS, put_layer
 from darelib.models.directories import INDEX_FILE, WEIGHTS_FILE
 from darelib.models.inputs import open_models
 from darelib.models.source import (
@@ -46,9 +47,7 @@ from darelib.models.source import (
     is_on_hub,
     is_template,
 )
-from darelib.models.stack import BEFORE_LAYERS, put_layer
-from darelib.models.templates import TEMPLATES
-from darelib.models.vocabulary import TOKENIZER_FILE
+from darelib.models.vocabulary import TEMPLATES, TOKENIZER_FILE
 from darelib.requests.mergekitfile import MergekitFile, Part, Reference, Table, read_documents
 from darelib.requests.request import Request, SeveralDocuments
 

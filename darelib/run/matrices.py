@@ -37,7 +37,7 @@ from darelib.methods import METHODS
 from darelib.methods.looks import Found, Look, MatrixLook
 from darelib.methods.method import weigh_for_look
 from darelib.models.checkpoint import Checkpoint
-from darelib.models.tensors import TensorInfo
+from darelib.models.encodings import TensorInfo
 from darelib.output.adapter import AdapterPlan, Module, place_factors
 from darelib.output.prepare import FilePlan
 from darelib.plan.plan import Job, MergePlan
@@ -155,7 +155,7 @@ class MatrixWorker(Worker):
         rank = sum(info.added_rank for _, info in tensor.finetuned)
         if not tensor.adds_ranks or rank >= min(rows, tensor.base.count // rows):
             return []
-        found = [self.models[i].read_factors(info) for i, info in tensor.finetuned]
+        found = [info.encoding.read_factors(info) for _, info in tensor.finetuned]
         factors = [each for each in found if each is not None]
         is_finite = all(np.isfinite(each).all() for pair in factors for each in pair)
         return factors if is_finite else []
@@ -206,7 +206,7 @@ class MatrixWorker(Worker):
         tallies = {}
         deltas = []
         for i, info in tensor.finetuned:
-            known = stored if info.base is tensor.base else None
+            known = stored if info.encoding.base is tensor.base else None
             raw = self._read_stored(self.models[i], info, job.start, count, known)
             delta = self.engine.upload(raw, info.dtype) - base
             total, peak, above = self.engine.describe(delta, self.plan.config.delta_threshold)

@@ -20,7 +20,7 @@ from darelib.kernels.plain import draw_bits
 from darelib.kernels.tensors import Draw, Solutions, TensorMerge, explain_broken
 from darelib.methods import DEFAULT, METHODS
 from darelib.methods.settings import TensorSettings
-from darelib.models.memory import STATE_DICT_HINT, StateDict, check_state_dict
+from darelib.models.statedicts import STATE_DICT_HINT, StateDict, check_state_dict
 from darelib.plan.buffers import find_buffer
 from darelib.plan.plan import MergePlan, plan_merge
 from darelib.plan.relation import check_sample

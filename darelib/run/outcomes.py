@@ -7,7 +7,7 @@ from functools import reduce
 from typing import Any, NamedTuple, Self, TypeVar
 
 from darelib.core.text import list_names
-from darelib.models.tensors import Described
+from darelib.models.encodings import Described
 from darelib.plan.plan import MergePlan
 from darelib.plan.relation import check_distance
 

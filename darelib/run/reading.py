@@ -16,7 +16,7 @@ from darelib.core.tuning import TUNING
 from darelib.kernels import Kernel, KernelSpec
 from darelib.kernels.plain import encode
 from darelib.kernels.records import Buffers
-from darelib.models.tensors import Input, TensorInfo
+from darelib.models.encodings import Input, TensorInfo
 from darelib.plan.plan import MergePlan
 from darelib.plan.tensors import TensorPlan
 
@@ -201,7 +201,7 @@ class Reader:
         wanted = FORMATS[tensor.spec.finetuned]
         present = max(0, min(count, info.count - start))  # less, where the model has fewer rows
         stored = values[: present * FORMATS[info.dtype].itemsize]
-        known = base if info.base is tensor.base else None
+        known = base if info.encoding.base is tensor.base else None
         self._models[i].read(info, start, present, stored, known)
         if info.dtype != tensor.spec.finetuned:
             values.view(wanted.real)[:present] = widen(stored.copy(), info.dtype)

@@ -23,8 +23,8 @@ from darelib.methods import METHODS, returns_model
 from darelib.methods.looks import Found, Look
 from darelib.methods.method import Coefficients, weigh_for_look
 from darelib.models.checkpoint import QUANTISE_HINT, Checkpoint
+from darelib.models.encodings import Target, TensorInfo
 from darelib.models.fp8 import UNREAD_HINTS
-from darelib.models.tensors import Target, TensorInfo
 from darelib.plan.plan import Job, MergePlan
 from darelib.plan.tensors import TensorPlan
 from darelib.run.outcomes import Outcome, Tally
@@ -247,7 +247,7 @@ class Worker(JobWorker):
         for start, size in self.chunks(job):
             mine = buffers.base[:size]
             theirs = buffers.output[:size]
-            self.base.read_bytes(mine.data, tensor.base, start)
+            tensor.base.encoding.read_stored(self.base, tensor.base, start, mine.data)
             for i, info in tensor.finetuned:
                 alike = (info.dtype, info.shape) == (tensor.base.dtype, tensor.base.shape)
                 if alike:
@@ -291,9 +291,10 @@ def make_tally(job: Job, buffers: Buffers, row: int, peak: float) -> Tally:
     # What stands in for rows that it lacks, deltas of 0, is not its own.
     lacking = (job.stop - job.start - count) * share
     kept = int(found["kept"]) - round(lacking)
+    stored = info.encoding.share
     if job.tensor.is_thinned(row):  # a part of all, so that the parts add up
-        kept = round(info.share * (job.start + count)) - round(info.share * job.start)
-    known = info.share or 1.0  # of its deltas, which stand for all
+        kept = round(stored * (job.start + count)) - round(stored * job.start)
+    known = stored or 1.0  # of its deltas, which stand for all
     return Tally(
         parameters=count,
         sum=float(found["size"]) / known,

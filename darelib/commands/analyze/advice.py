@@ -137,7 +137,7 @@ class Evidence:
         ]
         # What is packed cannot be merged at a lower drop rate.
         self.packed_rates = {
-            tensor.name: {i: info.drop_rate for i, info in tensor.finetuned}
+            tensor.name: {i: info.encoding.drop_rate for i, info in tensor.finetuned}
             for tensor in task.tensors
         }
         self.least_rates = self.limit_rates([0.0] * len(models))

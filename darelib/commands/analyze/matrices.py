@@ -18,7 +18,7 @@ from darelib.core.formats import FORMATS, widen
 from darelib.core.interrupts import Interrupts
 from darelib.core.matrices import Matrices, find_matrices
 from darelib.kernels.lowrank import MORE_COLUMNS, SEED, orthonormalise, reduce_product
-from darelib.models.tensors import Input, TensorInfo
+from darelib.models.encodings import Input, TensorInfo
 from darelib.plan.plan import MergePlan
 
 Array = NDArray[Any]
@@ -60,7 +60,7 @@ class Change(NamedTuple):
     def sample(self) -> Array:
         """Some rows, from all over the matrix."""
         chosen = np.unique(np.linspace(0, self.matrices.rows - 1, SAMPLED_ROWS).astype(int))
-        if factors := self.model.read_factors(self.info):
+        if factors := self.info.encoding.read_factors(self.info):
             left, right = factors
             return left[chosen] @ right
         rows = read_rows(self.model, self.info, chosen, self.matrices.columns)
@@ -88,7 +88,7 @@ def list_changes(
                 {
                     i: Change(models[i], info, base, tensor.base, matrices)
                     for i, info in tensor.finetuned
-                    if info.shape == tensor.base.shape and info.share == 1
+                    if info.shape == tensor.base.shape and info.encoding.share == 1
                 },
             )
 
@@ -176,7 +176,7 @@ def find_leading(square: float, change: Change, interrupts: Interrupts) -> Array
     to 64 is then at most two percent of the squares too low, and for 256 seven. (Of a change that
     is noise, by a quarter.) Twice would halve that, and take half as long again.
     """
-    if factors := change.model.read_factors(change.info):
+    if factors := change.info.encoding.read_factors(change.info):
         product = reduce_product(*factors, RANKS[-1])
         return (product.left**2).sum(0) ** 2 / product.total
     size = math.sqrt(square)

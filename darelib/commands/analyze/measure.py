@@ -358,17 +358,17 @@ class MeasureLook(Look):
         whole = self.tensor.base.count
         count = min(info.count, whole)
         # Zeros pad the last tile, and stand in for what a model lacks, or what is not known of it.
-        surplus = whole - round(count * info.share) + -whole % TILE
+        surplus = whole - round(count * info.encoding.share) + -whole % TILE
         self._counts[row, 0] = max(0, self._counts[row, 0] - surplus)
-        part = 1 / (info.share or 1.0)  # what is found in a sample stands for so much
+        part = 1 / (info.encoding.share or 1.0)  # what is found in a sample stands for so much
         deltas = Deltas(
             tensors=1,
-            parameters=count * bool(info.share),
+            parameters=count * bool(info.encoding.share),
             zeros=round(max(0.0, zeros - surplus) * part),
             above=round(above * part),
             size=size * part,
             squares=squares * part,
-            base_squares=float(sums["base_squares"][0]) * bool(info.share),
+            base_squares=float(sums["base_squares"][0]) * bool(info.encoding.share),
             noise_squares=squares * part * noise_of(self.tensor.settings, model) ** 2,
             peak=float(self._peaks[row : row + 1].astype(real.raw).view(real.real)[0]),
         )
@@ -378,7 +378,7 @@ class MeasureLook(Look):
 
     def _compare_models(self, deltas: Sequence[Deltas], sums: dict[str, NDArray[Any]]) -> None:
         seeds = [self._findings.task.seeds[i] for i in self.tensor.models]
-        shares = [info.share for _, info in self.tensor.finetuned]
+        shares = [info.encoding.share for _, info in self.tensor.finetuned]
         pairs = self._findings.pairs.setdefault(self.tensor.name, {})
         for row, (one, other) in enumerate(combinations(range(len(deltas)), 2)):
             # Samples of one seed are nested: where they meet is the smaller of them.

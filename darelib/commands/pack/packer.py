@@ -25,6 +25,7 @@ from darelib.kernels.engines import load_kernels
 from darelib.kernels.records import Buffers
 from darelib.methods.method import DARE_RATE
 from darelib.models.checkpoint import Checkpoint, ties_embeddings
+from darelib.models.encodings import TensorInfo
 from darelib.models.inputs import explain_read_errors, open_models
 from darelib.models.packed import (
     COUNTED_BLOCK,
@@ -35,7 +36,6 @@ from darelib.models.packed import (
     digest_values,
 )
 from darelib.models.source import Source, recorded_name
-from darelib.models.tensors import TensorInfo
 from darelib.output.destination import (
     check_replaceable,
     explain_place_errors,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from darelib.core.formats import DTYPES
 from darelib.core.text import ConfigError
-from darelib.models.tensors import Described, TensorInfo
+from darelib.models.encodings import Described, TensorInfo
 
 if TYPE_CHECKING:
     import torch

@@ -1,6 +1,7 @@
-"""A model made of layers of other models, one after the other: an input like any other.
+"""Models made of others, each as one input: a model with an adapter on top, and a stack of layers.
 
-What comes before the layers is the first model's, what comes after them the last one's.
+The former has the values that PEFT's merge_and_unload gives. Of the latter, what comes before the
+layers is the first model's, what comes after them the last one's.
 """
 
 from __future__ import annotations
@@ -8,26 +9,40 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from darelib.config import LAYER, count_layers
-from darelib.core.text import DareError, count_of
+from darelib.core.formats import FORMATS
+from darelib.core.text import DareError, count_of, list_names
 from darelib.kernels import Kernel, KernelSpec
-from darelib.models.checkpoint import Checkpoint, compare_configs
+from darelib.kernels.plain import encode
+from darelib.models.checkpoint import (
+    EMBEDDINGS,
+    HEADS,
+    QUANTISE_HINT,
+    Checkpoint,
+    compare_configs,
+    ties_embeddings,
+)
 from darelib.models.directories import CONFIG_FILE
+from darelib.models.encodings import PLAIN, Derived, Input, TensorInfo
+from darelib.models.lora import LoraAdapter
+from darelib.models.rows import choose_real, read_values
 from darelib.models.source import Source
 from darelib.models.tensorfile import MAX_TENSORS
-from darelib.models.tensors import TensorInfo
 
 # Tensors outside the layers that come before them; all others come after.
 BEFORE_LAYERS: Final = re.compile(r"emb(?!ed_out)|\bw[tp]e\b")
-# What configurations call the number of layers, and the lists in them that are not by layer.
+# What configurations call the depth of a model, and their lists that are not by layer.
 COUNTS: Final = re.compile(r"(num|n)_(\w+_)?layers?")
 NOT_BY_LAYER: Final = re.compile(r"architectures|\w*token_ids?")
-# The lists that hold the numbers of some layers.
-NUMBERS: Final = re.compile(
+# The lists of the indices of some layers.
+INDEX_LISTS: Final = re.compile(
     "(mlp_only|moe|cross_attention|rope_scaling)_layers|attn_layer_indices|full_attn_idxs"
     "|local_layer_ids"
 )
@@ -36,13 +51,131 @@ MAX_LAYERS: Final = 10_000  # no model has nearly as many
 FITTING: Final = re.compile(r"(text_config\.)?(model_type|hidden_size|n_embd|d_model)")
 
 
+# --- a model with an adapter on top -------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Adapted(Derived):
+    """A tensor that an adapter changes. It is rounded once, to the model's type."""
+
+    stored: TensorInfo  # the model's
+    change: TensorInfo  # the adapter's: what is added, or what replaces it
+    model: Checkpoint = field(repr=False)
+    adapter: Checkpoint = field(repr=False)
+
+    def stored_bytes(self, info: TensorInfo) -> int:
+        return self.change.stored_bytes + self.change.is_delta * self.stored.stored_bytes
+
+    def read(
+        self, model: Input, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
+    ) -> None:
+        if not self.change.is_delta and self.change.dtype == info.dtype:
+            self.adapter.read(self.change, start, count, into)
+            return
+        real = choose_real(info, self.change)
+        values = read_values(self.adapter, self.change, start, count, real)
+        with np.errstate(all="ignore"):  # what is not finite is found by the merge
+            if self.change.is_delta:
+                values += read_values(self.model, self.stored, start, count, real)
+        values[np.isnan(values)] = np.nan  # which no rounding makes a number
+        into[:] = encode(values, info.dtype).view(np.uint8)
+
+
+def check_adapter(adapter: Checkpoint, model: Checkpoint) -> LoraAdapter:
+    if not isinstance(adapter, LoraAdapter):
+        raise DareError(
+            f"{adapter.name!r} is not an adapter that could be put on {model.name!r}",
+            "write MODEL+ADAPTER; models are merged if each is given by itself",
+        )
+    return adapter
+
+
+class AdaptedModel(Checkpoint):
+    """A model and an adapter, both open for reading, as one model. All that is not a tensor is the
+    model's.
+    """
+
+    def __init__(self, source: Source, model: Checkpoint, adapter: Checkpoint) -> None:
+        adapter = check_adapter(adapter, model)
+        self.source = source
+        self.name = source.name
+        self.folder = model.folder
+        self.stems = model.stems
+        self.paths = (*model.paths, *adapter.paths)
+        self.files = [*model.files, *adapter.files]
+        self._model = model
+        self._adapter = adapter
+        changed = {name: self._adapt(name, info) for name, info in adapter.tensors.items()}
+        tied = self._find_tied(changed) if ties_embeddings(self.config) else {}
+        self.tensors = model.tensors | tied | changed
+        self.specs = adapter.specs
+        self.held_bytes = adapter.held_bytes
+        self.note = f"with {adapter.note}"
+        self.base_config = adapter.base_config
+        self.warnings = (*model.warnings, *adapter.warnings)
+        if adapter.unused:
+            count = count_of(len(adapter.unused), "tensor")
+            self.warnings += (
+                f"{adapter.name} has {count} that {model.name} lacks: "
+                f"{list_names(adapter.unused)}; ignored",
+            )
+
+    def _adapt(self, name: str, change: TensorInfo) -> TensorInfo:
+        stored = self._model.tensors[name]
+        is_made = change.encoding is not PLAIN
+        if stored.encoding.kind or (is_made and stored.dtype not in FORMATS):
+            raise DareError(
+                f"{name!r} of {self._model.name!r} is {stored.encoding.kind or stored.dtype}, on "
+                "which no adapter can be put",
+                QUANTISE_HINT,
+            )
+        if change.shape != stored.shape:
+            raise DareError(
+                f"{name!r} is {list(stored.shape)} in {self._model.name!r}, and "
+                f"{list(change.shape)} in the adapter {self._adapter.name!r}",
+                "give the model that it was trained on",
+            )
+        are_floats = {stored.dtype, change.dtype} <= FORMATS.keys()
+        dtype = stored.dtype if are_floats else change.dtype
+        if change.dtype == dtype and not is_made:
+            file = change.file + len(self._model.files)
+            return replace(change, file=file, folder=stored.folder)
+        encoding = Adapted(stored, change, self._model, self._adapter)
+        return TensorInfo(dtype, stored.shape, encoding=encoding, folder=stored.folder)
+
+    def _find_tied(self, changed: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+        """The heads that are stored beside an embedding that is changed, as that embedding."""
+        stored = self._model.tensors
+        embeddings = [info for name, info in changed.items() if name.endswith(EMBEDDINGS)]
+        heads = [name for name in stored if name.endswith(HEADS)]
+        return {name: e for name in heads for e in embeddings if e.shape == stored[name].shape}
+
+    @cached_property
+    def _digests(self) -> dict[str, Any]:
+        """The model's, and the adapter's by other names. The size is that of both, so that neither
+        is taken for the model alone.
+        """
+        adapter = {f"adapter_{key}": value for key, value in self._adapter.fingerprint.items()}
+        return self._model.fingerprint | adapter | {"size": self.size}
+
+    def prepare(self, kernels: Mapping[KernelSpec, Kernel], inputs: int) -> None:
+        self._adapter.prepare(kernels, inputs)
+
+    def check_unchanged(self) -> None:
+        super().check_unchanged()
+        self._adapter.check_unchanged()
+
+
+# --- layers of several models -------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Part:
     model: Checkpoint
     files: int  # how many files of others come before its own
-    kind: str  # what is before the number of a layer in a name
+    kind: str  # what is before the index of a layer in a name
     depth: int
-    # Its tensors, by layer; those before the layers have the number -1, those after them the depth.
+    # Its tensors, by layer; those before the layers have the index -1, those after them the depth.
     layers: Mapping[int, dict[str, TensorInfo]]
 
     @classmethod
@@ -66,9 +199,11 @@ class Part:
         return self.model.read_tables()
 
     def find_entry(self, key: str, layer: int) -> Any:
-        """What its configuration says of one of its layers; of numbers, whether they name it."""
+        """What its configuration says of one of its layers; of a list of indices, whether it has
+        that of the layer.
+        """
         for listed in (table.get(key) for table in self.tables):
-            if isinstance(listed, list) and NUMBERS.fullmatch(key):
+            if isinstance(listed, list) and INDEX_LISTS.fullmatch(key):
                 return layer in listed
             if isinstance(listed, list) and len(listed) == self.depth:
                 return listed[layer]
@@ -121,10 +256,6 @@ class Stack(Checkpoint):
         for model in self.parts:
             model.prepare(kernels, inputs)
 
-    def read_bytes(self, view: memoryview, info: TensorInfo, start: int) -> None:
-        part = [part for part in self._own.values() if part.files <= info.file][-1]
-        part.model.read_bytes(view, replace(info, file=info.file - part.files), start)
-
     def check_unchanged(self) -> None:
         for model in self.parts:
             model.check_unchanged()
@@ -135,7 +266,7 @@ class Stack(Checkpoint):
 
     @cached_property
     def _order(self) -> list[tuple[Part, int]]:
-        """The layers, one after the other: whose they are, and their numbers there."""
+        """The layers, one after the other: whose they are, and their indices there."""
         slices = self.source.slices
         # Before any is listed: a range may be long, and be given often.
         total = sum(own.stop - own.start for own in slices)
@@ -191,7 +322,7 @@ class Stack(Checkpoint):
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The first model's, but for the number of its layers."""
+        """The first model's, without its depth."""
         config = self._home.model.config
         text = hide_counts(config.get("text_config", {}))
         return {**hide_counts(config), "text_config": text} if config else {}
@@ -200,14 +331,14 @@ class Stack(Checkpoint):
         depth = self._home.depth
         changes: dict[str, tuple[Any, Any]] = {}
         for key, value in (entry for table in tables for entry in table.items()):
-            has_numbers = NUMBERS.fullmatch(key)
-            is_list = isinstance(value, list) and (has_numbers or len(value) == depth)
+            has_indices = INDEX_LISTS.fullmatch(key)
+            is_list = isinstance(value, list) and (has_indices or len(value) == depth)
             if COUNTS.fullmatch(key) and value == depth:
                 changes[key] = value, len(self._order)
             elif is_list and not NOT_BY_LAYER.fullmatch(key):
                 own = [part.find_entry(key, layer) for part, layer in self._order]
                 named = [place for place, is_named in enumerate(own) if is_named]
-                changes[key] = value, named if has_numbers else own
+                changes[key] = value, named if has_indices else own
         return changes
 
 

@@ -1,5 +1,7 @@
-"""What is known of a tensor, and how its values are stored: plainly, or in an encoding of its
-own.
+"""Tensors and their encodings: values are stored plainly, or made of other tensors.
+
+FP8, a LoRA, a packed tensor, rows in another order, pieces of other tensors: each is an encoding.
+It knows how it is read (always dense, always plain numbers), what is stored, and how it is written.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, TypeAlias
 
 from darelib.core.formats import FORMATS, STORED_BITS, widen
 
@@ -34,20 +36,50 @@ class Target:
     put: Put
 
 
-@dataclass(frozen=True, eq=False)
-class Encoding:
-    """Values as they are. An encoding of its own says what differs: how it is read, and how it is
-    written again.
-    """
+class Product(NamedTuple):
+    """The two stored matrices of a LoRA: their product is scale * left @ right."""
 
-    kind: ClassVar[str] = ""  # what to call it; plain values need no name
-    # False: it is copied, and makes no sense without what it belongs to.
-    merges: ClassVar[bool] = True
+    left: TensorInfo  # rows x rank; transposed: rank x rows
+    right: TensorInfo  # rank x columns; transposed: columns x rank
+    rank: int
+    transposed: bool  # whether the base stores inputs x outputs
+    scale: float
+    magnitudes: TensorInfo | None  # of DoRA, one for each output
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements of a tensor, one after the other."""
+
+    info: TensorInfo | None  # None: zeros, where nothing is changed
+    start: int
+    count: int
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Encoding:
+    """Values that are stored plainly. Other encodings say what differs."""
+
+    kind: ClassVar[str] = ""  # what to call it, where it is quantised
+    merges: ClassVar[bool] = True  # False: it is copied, and belongs to another tensor
     rereads: ClassVar[bool] = True  # whether a merge reads the chunks that its looks read
     hint: ClassVar[str] = ""  # what a model must have to be read
     # What goes with it, where it is not kept: keys of config.json, and files of a model directory.
     config_keys: ClassVar[tuple[str, ...]] = ()
     files: ClassVar[tuple[str, ...]] = ()
+
+    product: Product | None = None  # of a LoRA
+    # Of a packed tensor: its drop rate, the share of its entries that is stored, the base's tensor,
+    # which has the values of all others, and the name that its mask is drawn by.
+    drop_rate: float = 0.0
+    share: float = 1.0
+    base: TensorInfo | None = None
+    mask_name: str | None = None
+
+    @property
+    def is_delta(self) -> bool:
+        """Whether its values are changes to the base, not changed values."""
+        return False
 
     @property
     def looks(self) -> tuple[type[Look], ...]:
@@ -60,11 +92,36 @@ class Encoding:
     def read(
         self, model: Input, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
     ) -> None:
+        """Read values as bytes of the tensor's type."""
         model.read_bytes(into.data, info, start * STORED_BITS[info.dtype] // 8)
 
+    def read_over(
+        self,
+        model: Input,
+        info: TensorInfo,
+        start: int,
+        count: int,
+        into: NDArray[np.uint8],
+        base: NDArray[np.uint8],
+    ) -> None:
+        """Read values, where those of self.base have just been read."""
+        self.read(model, info, start, count, into)
+
     def read_stored(self, model: Input, info: TensorInfo, start: int, view: memoryview) -> None:
-        """Read bytes as they are, from one of them on."""
+        """Read bytes, from one of them on."""
         model.read_bytes(view, info, start)
+
+    def read_factors(self, info: TensorInfo) -> tuple[NDArray[Any], NDArray[Any]] | None:
+        """The two matrices whose product a change is, in float64; None: it is not stored so."""
+        return None
+
+    def list_pieces(self, info: TensorInfo) -> tuple[Piece, ...]:
+        """The stored tensors that a tensor is made of: itself, unless those are others."""
+        return (Piece(info, 0, info.count),)
+
+    def revert(self, change: TensorInfo) -> TensorInfo:
+        """A change to such a tensor, in the order of what it is made of."""
+        return change
 
     def list_outputs(self, name: str, info: TensorInfo) -> dict[str, TensorInfo]:
         """All that is written for a tensor, by name. info: of its merged values."""
@@ -85,6 +142,17 @@ class Encoding:
     def open_writer(self, target: Target, start: int, chunk: int, look: Look | None) -> Writer:
         """What writes the values of a job. look: the last one at the tensor."""
         return Writer(target, start)
+
+
+class Derived(Encoding):
+    """Values made of other tensors. Their bytes are those of the same values stored plainly."""
+
+    def read_stored(self, model: Input, info: TensorInfo, start: int, view: memoryview) -> None:
+        import numpy as np
+
+        item = STORED_BITS[info.dtype] // 8  # which divides all chunks
+        into = np.frombuffer(view, np.uint8)
+        self.read(model, info, start // item, len(view) // item, into)
 
 
 class Writer:
@@ -116,16 +184,8 @@ class TensorInfo:
     shape: tuple[int, ...]
     offset: int = 0
     file: int = 0  # which of the checkpoint's files
-    is_delta: bool = False  # its values are changes to the base already, and not the changed tensor
     encoding: Encoding = PLAIN
     folder: str = ""  # of a module that is stored apart: its name starts with that
-    # Of one that was thinned before, and packed: by which rate, which share of its changes that
-    # left, what it was thinned against (where its mask drops, it has the values of this), and what
-    # its mask is drawn by.
-    drop_rate: float = 0.0
-    share: float = 1.0
-    base: TensorInfo | None = None
-    mask_name: str | None = None
 
     @property
     def count(self) -> int:
@@ -144,9 +204,14 @@ class TensorInfo:
         return self.encoding.stored_bytes(self)
 
     @property
+    def is_delta(self) -> bool:
+        return self.encoding.is_delta
+
+    @property
     def added_rank(self) -> int:
         """Of a change that is a product of two thin matrices: their rank; else 0."""
-        return 0
+        product = self.encoding.product
+        return product.rank if product and self.is_delta else 0
 
     def place_of(self, element: int) -> list[int]:
         """The indices of an element, of any number of dimensions: NumPy knows 64."""
@@ -209,16 +274,15 @@ class Input(Described):
     ) -> None:
         """Read values of a tensor, as bytes of its type, into exactly as many bytes.
 
-        base: the same of info.base, if they have just been read.
+        base: the same elements of info.encoding.base, if they have just been read.
         """
-        info.encoding.read(self, info, start, count, into)
-
-    def read_factors(self, info: TensorInfo) -> tuple[NDArray[Any], NDArray[Any]] | None:
-        """The two matrices whose product a change is, in float64; None: it is not stored so."""
-        return None
+        if base is None:
+            info.encoding.read(self, info, start, count, into)
+        else:
+            info.encoding.read_over(self, info, start, count, into, base)
 
     def read_bytes(self, view: memoryview, info: TensorInfo, start: int) -> None:
-        """Read bytes of what is stored, from one of them on."""
+        """Read bytes of a tensor that is stored plainly, from one of them on."""
         raise NotImplementedError
 
     def sample(self, name: str, info: TensorInfo, start: int, count: int) -> NDArray[Any]:
@@ -227,3 +291,9 @@ class Input(Described):
         raw = np.empty(count * FORMATS[info.dtype].itemsize, np.uint8)
         self.read(info, start, count, raw)
         return widen(raw, info.dtype)
+
+
+def drop_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape without the ones at its end, which say nothing about where its elements are."""
+    end = max((k for k, side in enumerate(shape, 1) if side != 1), default=0)
+    return shape[:end]

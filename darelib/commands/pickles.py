@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 import re
 import warnings
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from darelib.core.text import ConfigError, DareError, install_hint
 from darelib.models.source import Source
@@ -30,9 +30,6 @@ WRAPPERS: Final = ("state_dict", "model_state_dict", "model", "module")
 MAX_DEPTH: Final = 4  # of such tables in each other
 # What a directory of transformers' time before safetensors holds.
 PICKLE_FILES: Final = ("pytorch_model.bin.index.json", "pytorch_model.bin")
-ZIP_START: Final = b"PK\x03\x04"
-# In a file of before 1.6: a mark, a version, the system, the table, its keys.
-OLD_PICKLES: Final = 5
 PIECE_BYTES: Final = 1 << 24  # of a tensor that must be copied, the bytes that are copied at a time
 STORED_TYPES: Final = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
@@ -40,17 +37,9 @@ STORED_TYPES: Final = {
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
     "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
 }  # fmt: skip
-SAVE_HINT: Final = "load it where it was made, and save only its state_dict with torch.save"
-
-
-class Inert:
-    """Stands for whatever else a pickle names, such as a trainer's callbacks: it does nothing."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def __setstate__(self, _: Any) -> None:
-        pass
+SAVE_HINT: Final = (
+    "where it was made, load it and save the weights alone: torch.save(model.state_dict(), FILE)"
+)
 
 
 def convert_pickles(old: Source, new: Path) -> tuple[int, list[str]]:
@@ -102,57 +91,32 @@ def load_pickle(path: Path) -> Any:
         import torch
     except ModuleNotFoundError:
         raise DareError("to convert pickles, torch is needed", install_hint("torch")) from None
-    from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
     try:
         with open_regular(path) as file, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             # What torch saved before 1.6 is no archive, and cannot be mapped.
-            zipped = file.read(len(ZIP_START)) == ZIP_START
+            zipped = zipfile.is_zipfile(file)
+            if zipped and any(each.compress_type for each in zipfile.ZipFile(file).infolist()):
+                raise DareError(f"{str(path)!r} is compressed", "save it with torch.save")
             file.seek(0)
-            check_pickles(file, zipped, str(path))
-            file.seek(0)
-            others = get_unsafe_globals_in_checkpoint(path) if zipped else []
             # By its suffix, torch would take a path for a safetensors file.
             mapped = zipped and path.suffix != ".safetensors"
-            with safe_globals([(Inert, name) for name in others]):
-                return torch.load(
-                    path if mapped else file, map_location="cpu", weights_only=True, mmap=mapped
-                )
+            return torch.load(
+                path if mapped else file, map_location="cpu", weights_only=True, mmap=mapped
+            )
     except DareError:
         raise
     except OSError as error:
         raise explain_os_error(error, str(path), "give the file to convert first") from None
     except pickle.UnpicklingError as error:
-        called = re.search(r"GLOBAL (\S+)", str(error))
-        reason = f"it calls {called[1]}" if called else "it holds more than plain data"
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        what = named[1] if named else "more than plain data"
         raise DareError(
-            f"{str(path)!r} could run any code, so it is not loaded: {reason}", SAVE_HINT
+            f"{str(path)!r} holds {what}, which could run any code, so it is not loaded", SAVE_HINT
         ) from None
     except Exception:  # torch raises all kinds of them for damaged files
         raise DareError(f"{str(path)!r} is no PyTorch file, or a damaged one", AGAIN_HINT) from None
-
-
-def check_pickles(file: IO[bytes], zipped: bool, name: str) -> None:
-    """Refuse what no state dict has, and torch would make any amount of memory of."""
-    import pickletools
-    import zipfile
-
-    contents: list[IO[bytes]] = [file] * OLD_PICKLES
-    if zipped:
-        with zipfile.ZipFile(file) as archive:
-            members = archive.infolist()
-            if any(member.compress_type for member in members):
-                raise DareError(f"{name!r} is compressed", "save it with torch.save")
-            pickles = [member for member in members if member.filename.endswith(".pkl")]
-            contents = [io.BytesIO(archive.read(member)) for member in pickles]
-    for content in contents:
-        calls = [named for code, named, _ in pickletools.genops(content) if code.name == "GLOBAL"]
-        if any(str(named).endswith(" bytearray") for named in calls):
-            raise DareError(
-                f"{name!r} holds a bytearray, which may be of any size, so it is not loaded",
-                SAVE_HINT,
-            )
 
 
 def find_weights(content: Any) -> Mapping[Any, Any]:

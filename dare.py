@@ -60,8 +60,9 @@ from darelib.run import check_runner, load_memory
 if TYPE_CHECKING:
     import torch
 
-    from darelib.commands.analyze.report import AnalysisReport, plot_analysis
-    from darelib.commands.report import Estimate, MergeReport, ModelReport, Plan
+    from darelib.commands.analyze.analysis import AnalysisReport, plot_analysis
+    from darelib.commands.dryrun import Estimate, Plan
+    from darelib.commands.summary import MergeReport, ModelReport
     from darelib.commands.sweep.report import SweepReport, plot_sweep
     from darelib.commands.verify import VerifyReport
     from darelib.models.checkpoint import Checkpoint
@@ -79,12 +80,16 @@ def __getattr__(name: str) -> object:
     """Reports and plots: their rooms are imported when they are asked for."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from darelib.commands import report
-    from darelib.commands.analyze import report as analysis
+    from darelib.commands import dryrun, summary
+    from darelib.commands.analyze import analysis
     from darelib.commands.sweep import report as search
 
-    rooms = (report, verify, analysis, search)
+    rooms = (dryrun, summary, verify, analysis, search)
     return next(getattr(room, name) for room in rooms if hasattr(room, name))
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 def check_config(config: DareConfig | None) -> DareConfig:
@@ -144,7 +149,7 @@ class DareMerger:
         the others; a last merge with resume makes what is missing and publishes. runner: "ray"
         makes the files on the nodes of a Ray cluster. All machines see the same filesystem.
         """
-        from darelib.commands.report import report_merge
+        from darelib.commands.summary import report_merge
         from darelib.output.destination import find_output
         from darelib.run.threads import Order
 
@@ -180,7 +185,7 @@ class DareMerger:
 
         estimate: also run the first jobs, to estimate how long all take. Nothing is written.
         """
-        from darelib.commands.report import describe_plan
+        from darelib.commands.dryrun import describe_plan
         from darelib.output.destination import find_output
 
         destination = find_output(output_file)
@@ -189,7 +194,7 @@ class DareMerger:
 
     def analyze(self) -> AnalysisReport:
         """Look at every delta once, and report what models are like and how to merge them."""
-        from darelib.commands.analyze import measure, report
+        from darelib.commands.analyze import analysis, measure
         from darelib.models.inputs import check_unchanged
         from darelib.plan.plan import plan_merge
 
@@ -200,7 +205,7 @@ class DareMerger:
             check_unchanged(inputs)
         for warning in plan.warnings:
             LOG.warning(warning)
-        return report.report_analysis(plan, inputs, findings, time.perf_counter() - started)
+        return analysis.report_analysis(plan, inputs, findings, time.perf_counter() - started)
 
     def verify(self, output_file: str | Path) -> VerifyReport:
         """Make an output again, without writing, and compare: the first difference is an error.

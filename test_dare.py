@@ -340,6 +340,7 @@ def test_same_tensors_in_any_stored_order_and_alone(tmp_path: Path) -> None:
 def test_every_public_name_is_there_and_documented() -> None:
     for name in dare.__all__:
         assert getattr(dare, name).__doc__, name
+    assert dir(dare) == sorted(dare.__all__)
 
 
 def test_a_merger_plans_merges_verifies_and_analyzes_and_its_reports_are_plain_data(
@@ -356,7 +357,7 @@ def test_a_merger_plans_merges_verifies_and_analyzes_and_its_reports_are_plain_d
     assert [record.getMessage() for record in caplog.records] == list(report.warnings) != []
     verified = merger.verify(output)
     for found in (plan, report, verified, analysis):
-        assert json.loads(json.dumps(found.as_dict())) == found.as_dict()
+        assert json.loads(json.dumps(found.to_dict())) == found.to_dict() == found.as_dict()
         assert str(found)
     assert (plan.seeds, plan.weights) == ((42, 43), (0.5, 0.5))
     assert plan.bytes_to_write == output.stat().st_size
@@ -514,7 +515,7 @@ def test_the_shipped_example_is_planned_merged_verified_and_analyzed(
     before = contents(example.parent)
     for words, printed, key in (
         (["--dry-run", *config], r"^would merge 2 models into .*(\n.*)*seeds 42, 43; ", "seeds"),
-        (["analyze", *config], r"\nrotated and covered   0.082 ", "models"),
+        (["analyze", *config], r"^Advice\nmodel .*\nrotated +right +2.99% ", "models"),
         (config, r"\nmerged 2 models into .*: 6 tensors, 2.78 MB", "bytes_written"),
         (["verify", str(output)], r"6 tensors", "tensors"),
     ):

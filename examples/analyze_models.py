@@ -42,7 +42,7 @@ print(f"cosine {pair.cosine:.3f}; signs conflict in {conflict}")
 
 # %% What follows from that
 for advice in report.advice:
-    print(f"- {advice.text}")
+    print(f"- {advice}")
 print(report.confidence)
 print(report.suggestion)
 

@@ -2,6 +2,7 @@
 says what a rank loses."""
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -272,10 +273,15 @@ def test_what_did_not_change_is_not_in_it_and_what_is_no_matrix_may_be_left_out(
     tuned["layers.0.norm.weight"] = tensors["layers.0.norm.weight"] + 0.01
     model = save_directory(tmp_path / "t", tuned, **CONFIG)
     words = ["extract", "--base", base, "--merge", model, "--adapter-rank", "4"]
-    run(*words, "--output", tmp_path / "saved")
-    assert "norm.weight" in capsys.readouterr().err
-    run(*words, "--output", tmp_path / "left", "--adapter-rest", "leave-out")
-    assert "norm.weight" in capsys.readouterr().err
+    for name, rest, said in (
+        ("saved", "save", "is saved whole"),
+        ("left", "leave-out", "is left out"),
+    ):
+        run(*words, "--output", tmp_path / name, "--adapter-rest", rest)
+        out, err = capsys.readouterr()
+        assert f"1 tensor that changed, and that no low rank holds, {said}: 'layers.0.norm" in err
+        assert re.match(rf"rank 4 keeps .*\nextracted what .* changed into .*{name}: \d tens", out)
+        assert not re.search("merged|dropped|seed", out)
     factors = {f"{PREFIX}layers.0.up.lora_{part}.weight" for part in "AB"}
     assert tensors_in(tmp_path / "left").keys() == factors
     assert tensors_in(tmp_path / "saved").keys() == {*factors, f"{PREFIX}layers.0.norm.weight"}

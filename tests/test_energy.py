@@ -109,6 +109,6 @@ def test_what_a_low_rank_keeps_of_an_adapter_comes_from_its_factors(
     exact = keep_by_rank({"": torch.zeros(shape)}, {"": left @ right})
     assert list(model["energy"].values()) == pytest.approx(exact, abs=0.0051)
     assert (model["energy"]["8"] == 1) == (rank <= 8)
-    run(*words)
+    run(*words, "--full")
     [line] = re.findall(r"^kept at rank.*\nadapter +(.*)$", capsys.readouterr().out, re.MULTILINE)
     assert line.split() == [f"{share:.0%}" for share in model["energy"].values()]

@@ -162,8 +162,19 @@ def test_a_name_that_the_hub_does_not_have_is_one_error(
     complaint = (
         f"error: there is no file or directory {name!r}, and the Hugging Face Hub does not give"
     )
-    hints = ("did you mean math?",) if name == "made/mth" else ("hint: looked for ", "HF_TOKEN")
+    hints = (
+        ("did you mean made/math?",) if name == "made/mth" else ("hint: looked for ", "HF_TOKEN")
+    )
     assert len(check_refused("org/base", name, complaint, *hints).splitlines()) == 2
+
+
+def test_that_there_is_no_connection_is_said(
+    snapshots: list[Path], check_refused: Refusal, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("socket.getaddrinfo", Mock(side_effect=OSError))
+    said = check_refused("org/base", "org/new", "there is no connection to the Hugging Face Hub")
+    assert "Got" not in said
 
 
 def test_without_the_hubs_library_the_extra_is_named(

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from darelib.commands.options import Flags, MergerClass, Options, Report, show
+from darelib.commands.options import Flags, MergerClass, Options, show
+from darelib.commands.report import Report
 from darelib.core.text import LOG, ConfigError, count_of, human, list_names, printable
 from darelib.models.source import Source
 
@@ -35,7 +36,7 @@ OPTIONS: Final[Options] = {
 
 @dataclass(frozen=True)
 class ConvertReport(Report):
-    """What a conversion did. Prints as a line; as_dict gives plain data."""
+    """What a conversion did. Prints as a line; to_dict gives plain data."""
 
     output: str
     tensors: int

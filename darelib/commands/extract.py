@@ -1,10 +1,17 @@
 """`dare.py extract`: what a fine-tune changed, as a LoRA adapter."""
 
-from typing import Final
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Self
 
 from darelib.commands.merge import run as run_merge
 from darelib.commands.options import FORCE, RESUME, SETTINGS, Flags, MergerClass, Options
-from darelib.core.text import ConfigError
+from darelib.commands.report import Report
+from darelib.core.text import ConfigError, count_of, human, printable
+
+if TYPE_CHECKING:
+    from darelib.commands.summary import AdapterFit, MergeReport
 
 # Those of merge that mean something to one whole model, in other words.
 CHANGES: Final[Options] = {
@@ -32,6 +39,39 @@ OPTIONS: Final[Options] = {
 }
 
 
+@dataclass(frozen=True)
+class ExtractReport(Report):
+    """What an extraction did. Prints as a line or two; to_dict gives plain data."""
+
+    output: str
+    model: str
+    tensors: int
+    bytes_written: int
+    seconds: float
+    adapter: AdapterFit | None  # None: nothing was changed that a low rank holds
+    warnings: tuple[str, ...]
+
+    @classmethod
+    def of(cls, made: MergeReport) -> Self:
+        return cls(
+            made.output,
+            made.models[0].name,
+            made.tensors,
+            made.bytes_written,
+            made.seconds,
+            made.adapter,
+            made.warnings,
+        )
+
+    def __str__(self) -> str:
+        fit = f"{self.adapter}\n" if self.adapter else ""
+        return (
+            f"{fit}extracted what {printable(self.model)} changed into {printable(self.output)}: "
+            f"{count_of(self.tensors, 'tensor')}, {human(self.bytes_written)}, "
+            f"in {self.seconds:.2f} s"
+        )
+
+
 def run(flags: Flags, merger_class: MergerClass) -> None:
     """The merge of one model, of which nothing is dropped; what is not matched is the base's."""
     for name in ("merge", "output", "adapter_rank"):
@@ -46,4 +86,4 @@ def run(flags: Flags, merger_class: MergerClass) -> None:
     if patterns:
         chosen = [f"{pattern}:lambda_coeff=1.0" for pattern in patterns]
         wanted["rules"] = [*chosen, "*:lambda_coeff=0.0"]
-    run_merge(wanted, merger_class)
+    run_merge(wanted, merger_class, ExtractReport.of)

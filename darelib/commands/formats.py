@@ -15,7 +15,7 @@ import numpy as np
 
 from darelib.commands.merge import merge_to_end
 from darelib.commands.options import Flags, MergerClass, make_merger
-from darelib.commands.report import MergeReport
+from darelib.commands.summary import MergeReport
 from darelib.core.text import ConfigError, DareError, list_names
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.directories import ADAPTER_CONFIG, ADAPTER_FILE, STATED_KEY, part_name

@@ -1,8 +1,11 @@
 """`dare.py merge`: its options, and what they ask for: a merge, a plan or a configuration."""
 
+from __future__ import annotations
+
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from darelib.commands.options import (
     CONTINUES,
@@ -17,10 +20,14 @@ from darelib.commands.options import (
     make_merger,
     show,
 )
+from darelib.commands.report import Report
 from darelib.core.interrupts import Terminated, ignore_signals
 from darelib.core.text import LOG, ConfigError
 from darelib.requests.request import SeveralDocuments
 from darelib.run import check_runner
+
+if TYPE_CHECKING:
+    from darelib.commands.summary import MergeReport
 
 
 def parse_part(text: str) -> tuple[int, ...] | str:
@@ -57,7 +64,12 @@ OPTIONS: Final[Options] = {
 }
 
 
-def run(flags: Flags, merger_class: MergerClass) -> None:
+def run(
+    flags: Flags,
+    merger_class: MergerClass,
+    describe: Callable[[MergeReport], Report] | None = None,
+) -> None:
+    """describe: what another command makes of the report."""
     runner = {name: flags[name] for name in ("part", "runner", "ray_address") if name in flags}
     check_runner(**runner)
     try:
@@ -84,7 +96,7 @@ def run(flags: Flags, merger_class: MergerClass) -> None:
     continues = flags.keys() & {"resume", "part"}
     hint = CONTINUES if continues else "with --resume, a merge can go on"
     report = merge_to_end(merger, request.output, hint, **how, **runner)
-    show(report, flags, merger.config.verbose)
+    show(describe(report) if describe else report, flags, merger.config.verbose)
 
 
 def merge_to_end(merger: Merger, output: Path, hint: str, **how: Any) -> Any:

@@ -3,13 +3,13 @@
 import argparse
 import dataclasses
 import difflib
-import json
 import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
 
+from darelib.commands.report import Report
 from darelib.config import DareConfig
 from darelib.core.drops import DROPS
 from darelib.core.text import LOG, ConfigError, nearest, print_result
@@ -382,14 +382,6 @@ def merger_for(request: Request, merger_class: MergerClass) -> Merger:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """What a command gives. Prints as text; as_dict gives plain data."""
-
-    def as_dict(self) -> dict[str, Any]:
-        return json.loads(json.dumps(dataclasses.asdict(self)))
-
-
 def show(report: Report, flags: Flags, verbose: bool) -> None:
     if "json" in flags or verbose:
-        print_result(report.as_dict() if "json" in flags else str(report))
+        print_result(report.to_dict() if "json" in flags else str(report))

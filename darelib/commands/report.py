@@ -1,474 +1,109 @@
-"""What a merge will do, and what it did: plain data that prints as tables."""
+"""What commands give: plain data that prints as text, and shows as tables in a notebook."""
 
+import base64
 import dataclasses
-import textwrap
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from heapq import nlargest
-from typing import Any, Final, Self
+import html
+import json
+import reprlib
+import sys
+import tempfile
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from itertools import groupby
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
-from darelib.commands.fit import AdapterFit
-from darelib.commands.options import Report
-from darelib.config import TENSOR_SETTINGS, DareConfig, Rule, as_toml
-from darelib.core.drops import DROPS, EXPECTATION, RANDOM
-from darelib.core.interrupts import Interrupts
-from darelib.core.mask import MASK_BITS
-from darelib.core.text import LISTED, clip, count_of, duration, human, printable, table
-from darelib.core.tuning import TUNING
-from darelib.kernels.records import Buffers
-from darelib.methods import METHODS
-from darelib.models.checkpoint import Checkpoint
-from darelib.output.adapter import AdapterPlan, is_share
-from darelib.output.prepare import FilePlan
-from darelib.plan.tensors import TensorPlan
-from darelib.requests.configfile import as_literal
-from darelib.run.matrices import RankFinder, estimate_matrices, estimate_solving, open_worker
-from darelib.run.outcomes import Outcome, Tally, explain_copied, sum_fields
-from darelib.run.rounds import measure_rate
-
-# A fine-tune's delta is a small part of its weights; two unrelated models differ by more than
-# either weighs, which is refused.
-DOUBTFUL_RATIO: Final = 0.5
-# What a merge holds besides its buffers, as measured: the process with all that it has loaded, and
-# what is known of each tensor of each model.
-PROCESS_BYTES: Final = 92_000_000
-TENSOR_BYTES: Final = 900
-
-# How many files a plan names before it says "and 12 more", and how many characters a line of names
-# has.
-MAX_FILES: Final = 6
-LINE_WIDTH: Final = 100
-# What a plan does not mention, because it goes without saying.
-USUAL: Final = {"lambda_coeff": 1.0, "rescale": True}
+from darelib.core.text import ConfigError, DareError, table
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """How long a merge's reading and computing will take, by the rate of its first jobs."""
+class Table(NamedTuple):
+    """Rows of cells, the titles first; texts: the columns that begin at the left."""
 
-    seconds: float
-    sampled_bytes: int
-    sampled_seconds: float
-
-
-@dataclass(frozen=True)
-class PlannedInput:
-    """A model as it was found: the base or a fine-tune."""
-
-    name: str
-    size: int  # of its files
-    files: int
-    types: Mapping[str, int]  # how many tensors there are of each
-    tensors: int
-    parameters: int
-    note: str  # such as what kind of adapter it is
-
-    @classmethod
-    def of(cls, model: Checkpoint) -> Self:
-        stored = model.stored
-        return cls(
-            name=model.name,
-            size=model.size,
-            files=len(model.files),
-            types=dict(Counter(info.dtype for info in stored).most_common()),
-            tensors=len(stored),
-            parameters=sum(info.count for info in stored),
-            note=model.note,
-        )
-
-    @property
-    def kind(self) -> str:
-        types = [f"{dtype} {count:,}" for dtype, count in self.types.items()]
-        words = types if len(types) > 1 else list(self.types)
-        return ", ".join([*words, self.note] if self.note else words)
-
-
-@dataclass(frozen=True)
-class PlannedRule:
-    """The tensors that a rule is for, or that none is for, and how they are merged."""
-
-    match: tuple[str, ...]  # its patterns; none where there is no rule
-    tensors: int
-    parameters: int
-    settings: Mapping[str, Any]  # what is set, as in TOML
-
-
-@dataclass(frozen=True)
-class Plan(Report):
-    """Everything that a merge will do. Prints as such; as_dict gives plain data."""
-
-    output: str
-    directory: bool
-    config: dict[str, Any]
-    seeds: tuple[int, ...]
-    weights: tuple[float, ...]
-    models: tuple[PlannedInput, ...]  # the base first
-    missing_tensors: tuple[tuple[str, ...], ...]  # per model: those of the base that it lacks
-    extra_tensors: tuple[tuple[str, ...], ...]  # per model: those that the base lacks
-    mismatched_tensors: tuple[tuple[str, ...], ...]  # per model: those of another shape
-    rules: tuple[PlannedRule, ...]  # last, the tensors that no rule is for
-    averaged_tensors: tuple[str, ...]  # running statistics
-    copied_tensors: tuple[str, ...]
-    files: tuple[dict[str, Any], ...]  # of tensors: their names and sizes
-    side_files: tuple[str, ...]  # of a model directory: all the others
-    replaces: int  # bytes of what is at that place
-    unfinished: bool  # whether an earlier merge to the same place left something
-    resume: bool  # whether it would be continued
-    bytes_to_read: int
-    bytes_to_write: int
-    bytes_free: int
-    memory: int
-    threads: int
-    estimate: Estimate | None
-    adapter: AdapterFit | None  # of a sample, where one would be written
-    warnings: tuple[str, ...]
+    rows: list[list[str]]
+    texts: Collection[int] = (0,)
 
     def __str__(self) -> str:
-        parts = [
-            f"would {say_what('merge', len(self.models) - 1)} {printable(self.output)}",
-            self._models_table(),
-            self._how(),
-            self._rules_table(),
-            "\n".join(f"{label:8}{words}" for label, words in self._needs()),
-        ]
-        return "\n\n".join(parts)
+        return table(self.rows, self.texts)
 
-    def _models_table(self) -> str:
-        rows = [["model", "size", "tensors", "parameters", "type"]]
-        for model in self.models:
-            cells = [human(model.size), f"{model.tensors:,}", f"{model.parameters:,}"]
-            rows.append([clip(model.name), *cells, model.kind])
-        rows[1][-1] += ", the base"
-        odd = {
-            "lacks": self.missing_tensors,
-            "has more than the base:": self.extra_tensors,
-            f"has in other shapes ({self.config.get('mismatch')}):": self.mismatched_tensors,
-        }
-        notes = [
-            f"{clip(model.name)} {words} {count_of(len(names[i]), 'tensor')}"
-            for i, model in enumerate(self.models[1:])
-            for words, names in odd.items()
-            if names[i]
-        ]
-        return "\n".join([table(rows, {0, 4}), *notes])
-
-    def _how(self) -> str:
-        """What is the same for all tensors."""
-        words = [f"method {self.config['method']}"]
-        if self.seeds:
-            words.append(f"seeds {', '.join(map(str, self.seeds))}")
-        if "weights" in METHODS[self.config["method"]].settings:
-            varies = any(isinstance(each, dict) for each in self.config.get("weights", ()))
-            weights = ", ".join(f"{weight:.4g}" for weight in self.weights)
-            words.append(f"weights {weights}{' in the first layer' if varies else ''}")
-        if "dtype" in self.config:
-            words.append(f"dtype {self.config['dtype']}")
-        return "; ".join(words)
-
-    def _rules_table(self) -> str:
-        rows = [["tensors", "number", "parameters", "settings"]]
-        for rule in self.rules:
-            label = "all others" if len(self.rules) > 1 else "all"
-            if rule.match:
-                more = f" and {len(rule.match) - 1} more" if len(rule.match) > 1 else ""
-                label = clip(rule.match[0]) + more
-            words = [f"{name} = {as_literal(value)}" for name, value in rule.settings.items()]
-            rows.append([label, f"{rule.tensors:,}", f"{rule.parameters:,}", "; ".join(words)])
-        if self.averaged_tensors:
-            rows.append(["statistics", f"{len(self.averaged_tensors):,}", "", "averaged"])
-        if self.copied_tensors:
-            rows.append(["not merged", f"{len(self.copied_tensors):,}", "", "as in the base"])
-        return table(rows, {0, 3})
-
-    def _needs(self) -> Iterator[tuple[str, str]]:
-        """What will be written, and what that takes."""
-        for k, file in enumerate(self.files[:MAX_FILES]):
-            yield "" if k else "write", f"{printable(file['name'])}, {human(file['size'])}"
-        if len(self.files) > MAX_FILES:
-            yield "", f"... and {len(self.files) - MAX_FILES:,} more"
-        names = ", ".join(map(printable, self.side_files))
-        yield from (("", line) for line in textwrap.wrap(names, LINE_WIDTH, break_on_hyphens=False))
-        if self.adapter:
-            most = (
-                "; its size is for the largest ranks"
-                if is_share(self.config["adapter_rank"])
-                else ""
-            )
-            yield "adapter", f"{self.adapter} (a sample{most})"
-        if self.replaces:
-            yield "replace", human(self.replaces)
-        if self.unfinished and self.resume:
-            yield "resume", "an unfinished merge, if it is the same one"
-        elif self.unfinished:
-            yield "remove", "an unfinished merge (or continue it, with --resume)"
-        yield "disk", f"{human(self.bytes_to_write)} needed, {human(self.bytes_free)} free"
-        yield "memory", f"about {human(round(self.memory, -6))}"
-        threads = count_of(self.threads, "thread")
-        work = f"to read {human(self.bytes_to_read)} and compute on {threads}"
-        if self.estimate:
-            work = f"{duration(self.estimate.seconds)} {work}, and what the disk takes to write"
-        yield "time" if self.estimate else "work", work
+    def to_html(self) -> str:
+        lines = []
+        for k, row in enumerate(self.rows):
+            tag = "td" if k else "th"
+            cells = (f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
+            lines.append(f"<tr>{''.join(cells)}</tr>")
+        return f"<table>{''.join(lines)}</table>"
 
 
-def describe_plan(
-    plan: FilePlan, inputs: Sequence[Checkpoint], resume: bool, estimate: bool
-) -> Plan:
-    taken, fit = estimate_merge(plan, inputs) if estimate else (None, None)
-    return Plan(
-        output=plan.output.name,
-        directory=plan.output.directory,
-        config=plan.config.recipe_settings(),
-        seeds=plan.seeds,
-        weights=plan.config.general(len(plan.models)).weights,
-        models=tuple(map(PlannedInput.of, inputs)),
-        missing_tensors=plan.missing,
-        extra_tensors=plan.extra,
-        mismatched_tensors=plan.mismatched,
-        rules=tuple(describe_rules(plan)),
-        averaged_tensors=tuple(t.name for t in plan.tensors if t.merged and t.buffer),
-        copied_tensors=tuple(tensor.name for tensor in plan.tensors if not tensor.merged),
-        files=tuple({"name": file.name, "size": file.size} for file in plan.files),
-        side_files=tuple(plan.side),
-        replaces=plan.replaces,
-        unfinished=plan.unfinished,
-        resume=resume,
-        bytes_to_read=plan.bytes_to_read,
-        bytes_to_write=plan.size,
-        bytes_free=plan.free,
-        memory=estimate_memory(plan, inputs),
-        threads=plan.threads,
-        estimate=taken,
-        adapter=fit,
-        warnings=plan.warnings,
-    )
+Part: TypeAlias = str | Table  # of a report, as lines
 
 
-def estimate_merge(
-    plan: FilePlan, inputs: Sequence[Checkpoint]
-) -> tuple[Estimate, AdapterFit | None]:
-    """How long it takes, by the first jobs and by what a product of matrices takes here; and how an
-    adapter fits what they change.
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a command gives. Prints as text; to_dict gives plain data, to_dataframe its main table.
+
+    A child gives its parts, or its own __str__.
     """
-    entries = dataclasses.replace(plan, tensors=tuple(t for t in plan.tensors if not t.matrices))
-    with Interrupts() as interrupts:
-        worker = open_worker(entries, inputs, interrupts, settles_ranks=True)
-        size, seconds, outcomes = measure_rate(entries.rounds(), worker, interrupts)
-    reading = seconds * entries.bytes_to_read / max(size, 1)
-    if isinstance(worker, RankFinder) and isinstance(plan, AdapterPlan):
-        plan = dataclasses.replace(plan, modules={**plan.modules, **worker.modules})
-    estimate = Estimate(reading + estimate_solving(plan), size, seconds)
-    return estimate, AdapterFit.of(plan, outcomes)
 
+    # Which entry of its data has the rows of a data frame; none: all of it is one row.
+    ROWS: ClassVar[str] = ""
 
-def estimate_memory(plan: FilePlan, inputs: Sequence[Checkpoint]) -> int:
-    """About what the process will hold: itself, what is known of the tensors, and the buffers."""
-    kinds = {look.kernel for tensor in plan.tensors for look in tensor.looks}
-    buffers = Buffers(len(plan.models), plan.chunk * plan.itemsize, kinds, plan.ranked).nbytes
-    held = [model.held_bytes for model in inputs]
-    kept = min(plan.threads * sum(held), TUNING.expand_elements * 4)
-    waiting = [tensor.encoding.count_held(tensor.base, plan.chunk) for tensor in plan.tensors]
-    threads = kept + plan.threads * (buffers + max(held) + max(waiting, default=0))
-    known = TENSOR_BYTES * len(plan.tensors) * len(inputs)
-    return PROCESS_BYTES + known + threads + estimate_matrices(plan)
+    def __init_subclass__(cls) -> None:
+        # Otherwise dataclasses make one that shows everything, which may be megabytes.
+        cls.__repr__ = Report.__repr__  # type: ignore[method-assign]
 
-
-def describe_rules(plan: FilePlan) -> Iterator[PlannedRule]:
-    """How many tensors each rule is for; last, those that no rule is for."""
-    tensors: dict[int, list[TensorPlan]] = {}
-    for tensor in plan.tensors:
-        if tensor.merged and not tensor.buffer:
-            tensors.setdefault(id(tensor.rule), []).append(tensor)
-    for rule in (*plan.config.typed_rules, None):
-        own = tensors.get(id(rule), [])
-        if rule or own:
-            yield PlannedRule(
-                match=rule.match if rule else (),
-                tensors=len(own),
-                parameters=sum(tensor.base.count for tensor in own),
-                settings=list_settings(plan.config, rule),
-            )
-
-
-def list_settings(config: DareConfig, rule: Rule | None) -> dict[str, Any]:
-    """What a rule sets; or, for the tensors without one, what is set besides the first line's."""
-    if rule:
-        return {name: value for name, value in rule.as_table().items() if name != "match"}
-    own = [name for name in TENSOR_SETTINGS if name not in ("method", "weights")]
-    table = config.recipe_settings()
-    return {name: table[name] for name in own if table.get(name) not in (None, USUAL.get(name))}
-
-
-@dataclass(frozen=True)
-class ModelReport:
-    """What the merge found in one fine-tune and did with it."""
-
-    name: str
-    seed: int
-    parameters: int
-    drop_rate: float  # as asked for, rules apart
-    drop: str
-    exact_drop_rate: float  # what the masks' thresholds amount to, over all tensors
-    dropped_share: float  # what the mask really dropped; trim comes on top
-    mean_delta: float
-    largest_delta: float
-    share_above_threshold: float
-    missing_tensors: tuple[str, ...]
-    extra_tensors: tuple[str, ...]
-    mismatched_tensors: tuple[str, ...]
-
-    @property
-    def cells(self) -> list[str]:
-        """A line of the table.
-
-        Of drop rates, what was asked for and, where rules or layers change it, what it comes to.
-        """
-        varies = abs(self.exact_drop_rate - self.drop_rate) > 1 / (1 << MASK_BITS)
-        drop = f" by {self.drop}" if self.drop != RANDOM else ""
-        exact = f" ({self.exact_drop_rate:.3g} in all)" if varies else ""
-        return [
-            printable(self.name),
-            str(self.seed),
-            f"{self.parameters:,}",
-            f"{self.drop_rate:g}{drop}{exact}",
-            f"{self.dropped_share:.3%}",
-            f"{self.mean_delta:.3g}",
-            f"{self.largest_delta:.3g}",
-            f"{self.share_above_threshold:.2%}",
-        ]
-
-
-@dataclass(frozen=True)
-class MergeReport(Report):
-    """What a merge did. Prints as a table; as_dict gives plain data."""
-
-    output: str
-    method: str
-    lambda_coeff: Any  # a number, or a gradient, as asked for, rules apart
-    files: tuple[str, ...]  # of tensors
-    side_files: tuple[str, ...]  # of a model directory: all the others
-    tensors: int
-    copied_tensors: int
-    bytes_read: int
-    bytes_written: int
-    seconds: float
-    delta_threshold: float
-    models: tuple[ModelReport, ...]
-    warnings: tuple[str, ...]
-    adapter: AdapterFit | None  # where one was written
+    def __repr__(self) -> str:
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        plain = {
+            name: value for name, value in values.items() if isinstance(value, str | int | float)
+        }
+        shown = (f"{name}={reprlib.repr(value)}" for name, value in plain.items())
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     def __str__(self) -> str:
-        titles = "model,seed,parameters,drop rate,dropped,mean |delta|,largest,above"
-        rows = [titles.split(","), *(model.cells for model in self.models)]
-        copied = f" ({self.copied_tensors:,} copied)" if self.copied_tensors else ""
-        fit = f"{self.adapter}\n" if self.adapter else ""
-        moved = self.bytes_read + self.bytes_written
-        rate = f" ({human(moved / self.seconds)}/s)" if moved > TUNING.least_for_rate else ""
-        is_number = isinstance(self.lambda_coeff, float)
-        factor = f"{self.lambda_coeff:g}" if is_number else as_literal(self.lambda_coeff)
-        found = (
-            f"{table(rows)}\n(method {self.method}, lambda {factor}; "
-            f"above: share of parameters with |delta| > {self.delta_threshold:g})\n{fit}"
-        )
-        return (
-            f"{found if self.models else ''}"
-            f"{say_what('merged', len(self.models))} {printable(self.output)}: "
-            f"{count_of(self.tensors, 'tensor')}{copied}, {human(self.bytes_read)} read, "
-            f"{human(self.bytes_written)} written in {self.seconds:.2f} s{rate}"
-        )
+        return "\n".join(map(str, self.parts()))
 
+    def parts(self) -> list[Part]:
+        return [str(self)]
 
-def say_what(verb: str, models: int) -> str:
-    """What is done to so many models, up to where they go."""
-    return f"{verb} {count_of(models, 'model')} into" if models else f"{verb} layers into"
+    def to_dict(self) -> dict[str, Any]:
+        return json.loads(json.dumps(dataclasses.asdict(self)))
 
+    def as_dict(self, **options: Any) -> dict[str, Any]:
+        """The same as to_dict."""
+        return self.to_dict(**options)
 
-def add_tallies(plan: FilePlan, outcomes: Sequence[Outcome]) -> list[dict[str, Tally]]:
-    """What all jobs counted, per model and tensor; in the plan's order, so that no sum differs."""
-    order = {tensor.name: k for k, tensor in enumerate(plan.tensors)}
-    parts: list[dict[str, list[Tally]]] = [{} for _ in plan.models]
-    for outcome in sorted(outcomes, key=lambda outcome: (order[outcome.tensor], outcome.start)):
-        for i, tally in outcome.tallies.items():
-            parts[i].setdefault(outcome.tensor, []).append(tally)
-    return [{name: sum_fields(tallies) for name, tallies in tensors.items()} for tensors in parts]
+    def list_rows(self) -> list[dict[str, Any]]:
+        data = self.to_dict()
+        return data[self.ROWS] if self.ROWS else [data]
 
+    def to_dataframe(self) -> Any:
+        """A pandas.DataFrame of the models, tensors or trials that this is about."""
+        try:
+            import pandas
+        except ImportError:
+            raise DareError(
+                "a data frame needs pandas",
+                f"install it: {sys.executable} -m pip install pandas; to_dict() gives plain data",
+            ) from None
+        return pandas.json_normalize(self.list_rows())
 
-def report_merge(
-    plan: FilePlan, outcomes: Sequence[Outcome], output: str, seconds: float
-) -> MergeReport:
-    by_tensor = add_tallies(plan, outcomes)
-    totals = [sum_fields([Tally(), *tallies.values()]) for tallies in by_tensor]
-    warnings = list(plan.warnings)
-    for i, name in enumerate(plan.models):
-        if names := sorted({outcome.tensor for outcome in outcomes if i in outcome.differing}):
-            warnings.append(explain_copied(name, names))
-        if not plan.repeats_base[i]:  # of which the plan warns
-            warnings += find_odd_deltas(plan, i, by_tensor[i], totals[i])
-    return MergeReport(
-        output=output,
-        method=plan.config.method,
-        lambda_coeff=as_toml(plan.config.lambda_coeff),
-        files=tuple(file.name for file in plan.files),
-        side_files=tuple(plan.side),
-        tensors=len(plan.tensors),
-        copied_tensors=sum(not tensor.merged for tensor in plan.tensors),
-        bytes_read=plan.bytes_to_read,
-        bytes_written=plan.size,
-        seconds=seconds,
-        delta_threshold=plan.config.delta_threshold,
-        models=tuple(report_model(plan, i, total) for i, total in enumerate(totals)),
-        warnings=tuple(warnings),
-        adapter=AdapterFit.of(plan, outcomes),
-    )
+    def plot(self, path: str | Path) -> None:
+        """Draw it, to a .png, .svg or .pdf file."""
+        raise ConfigError(f"a {type(self).__name__} has no picture", "print it")
 
+    def _repr_html_(self) -> str:
+        return "\n".join(self._list_html())
 
-def report_model(plan: FilePlan, i: int, total: Tally) -> ModelReport:
-    count = max(total.parameters, 1)
-    thinning = plan.config.general(len(plan.models)).thinnings[i]
-    rate = 1 - total.expected / count if total.parameters else thinning.drop_rate
-    return ModelReport(
-        name=plan.models[i],
-        seed=plan.seeds[i],
-        parameters=total.parameters,
-        drop_rate=thinning.drop_rate,
-        drop=thinning.drop,
-        exact_drop_rate=rate,
-        dropped_share=(total.parameters - total.kept) / count,
-        mean_delta=total.mean,
-        largest_delta=total.peak,
-        share_above_threshold=total.above / count,
-        missing_tensors=plan.missing[i],
-        extra_tensors=plan.extra[i],
-        mismatched_tensors=plan.mismatched[i],
-    )
-
-
-def find_odd_deltas(
-    plan: FilePlan, i: int, tallies: Mapping[str, Tally], total: Tally
-) -> Iterator[str]:
-    """What a person should know about a model, in a sentence at most."""
-    name = plan.models[i]
-    threshold = plan.config.delta_threshold
-    thinnings = (tensor.settings.thinnings[i] for tensor in plan.changed)
-    at_random = any(DROPS[each.drop].rescale == EXPECTATION for each in thinnings)
-    # Where nothing is dropped, nothing can be lost; drops by size tolerate large deltas.
-    may_lose = at_random and total.kept < total.parameters
-    large = [(tally.mean, tensor) for tensor, tally in tallies.items() if tally.mean > threshold]
-    if total.parameters and total.peak == 0:
-        yield (
-            f"{name} is identical to the base {plan.base}: it only dilutes an average; leave it out"
-        )
-    elif total.sum > DOUBTFUL_RATIO * total.base_sum:
-        yield (
-            f"{plan.base} does not look like the base of {name}: the mean |delta| is "
-            f"{total.mean:.3g} where the mean |weight| is {total.base_sum / total.parameters:.3g}; "
-            f"check that {name} was fine-tuned from it"
-        )
-    elif large and may_lose:
-        worst = ", ".join(f"{tensor!r} ({mean:.3g})" for mean, tensor in nlargest(LISTED, large))
-        yield (
-            f"{name} has large deltas: the mean |delta| exceeds {threshold:g} in {len(large):,} of "
-            f"{len(tallies):,} tensors, and {total.above / total.parameters:.1%} of its parameters "
-            f"do; worst: {worst}. DARE may lose what it learned: lower the drop rate, and check "
-            "that the base is the right one"
-        )
+    def _list_html(self) -> Iterator[str]:
+        for is_table, parts in groupby(self.parts(), lambda part: isinstance(part, Table)):
+            if is_table:
+                yield from (part.to_html() for part in parts if isinstance(part, Table))
+            else:
+                lines = "\n".join(map(str, parts)).strip("\n")
+                yield f"<pre>{html.escape(lines)}</pre>"
+        # The picture, if there is one, and matplotlib.
+        with tempfile.TemporaryDirectory() as folder, suppress(ConfigError):
+            picture = Path(folder) / "picture.png"
+            self.plot(picture)
+            data = base64.b64encode(picture.read_bytes()).decode()
+            yield f'<img src="data:image/png;base64,{data}">'

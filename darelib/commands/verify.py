@@ -16,11 +16,11 @@ from darelib.commands.options import (
     Flags,
     MergerClass,
     Options,
-    Report,
     list_models,
     merger_for,
     show,
 )
+from darelib.commands.report import Report
 from darelib.core.formats import STORED_BITS
 from darelib.core.interrupts import Interrupts
 from darelib.core.text import (

@@ -33,7 +33,7 @@ from darelib.config.settings import (
 from darelib.core.drops import DROP_SETTINGS, DROPS, EXPECTATION, L1, NONE, RANDOM, Drop, Thinning
 from darelib.core.formats import SHORT_DTYPES
 from darelib.core.matrices import find_matrices
-from darelib.core.text import ConfigError
+from darelib.core.text import ConfigError, count_of
 from darelib.methods import DEFAULT, METHOD_NUMBERS, METHOD_SETTINGS, METHODS, choose_method
 from darelib.methods.method import Method, sum_weights
 from darelib.methods.settings import ZERO, TensorSettings
@@ -166,7 +166,7 @@ class Scope:
             value = values.get(name, default)
             if isinstance(value, tuple) and len(value) != count:
                 raise ConfigError(
-                    f"{name} has {len(value)} values for {count} models",
+                    f"{name} has {count_of(len(value), 'value')} for {count_of(count, 'model')}",
                     "give one for each model; "
                     "what changes over the layers is like {gradient = [0.9, 0.5, 0.9]}",
                 )

@@ -4,10 +4,13 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Final
+
+from darelib.core.tuning import TUNING
 
 LOG: Final = logging.getLogger("dare")
 # How many names a message lists before it says "and 12 more".
@@ -115,8 +118,8 @@ def list_names(names: Sequence[str]) -> str:
     return shown if len(names) <= LISTED else f"{shown} and {len(names) - LISTED:,} more"
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """A hint with the known word that is spelled most like this one.
+def nearest(word: str, known: Iterable[str], folder: str = "") -> str:
+    """A hint with the known word that is spelled most like this one, in its folder.
 
     It begins with the same letter: nuslerp is a method of its own, and no slerp.
     """
@@ -124,7 +127,9 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
     alike = [other for other in known if other[:1].lower() == word[:1].lower()]
     close = difflib.get_close_matches(word, alike, n=1)
-    return f"did you mean {close[0]}?" if close else f"known here: {', '.join(sorted(known))}"
+    return (
+        f"did you mean {folder}{close[0]}?" if close else f"known here: {', '.join(sorted(known))}"
+    )
 
 
 def count_of(number: int, what: str) -> str:
@@ -169,14 +174,37 @@ def print_result(result: str | dict[str, Any]) -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for the interpreter's last flush)
 
 
+class Lines:
+    """Progress where no bar can move, as in a file or a notebook: lines at growing intervals."""
+
+    def __init__(self, what: str, total: int) -> None:
+        self._what = what
+        self._total = total
+        self._done = 0
+        self._started = time.monotonic()
+        self._due = TUNING.first_line_seconds
+
+    def advance(self, amount: int) -> None:
+        self._done += amount
+        passed = time.monotonic() - self._started
+        if self._due < passed and 0 < self._done < self._total:
+            self._due = passed + min(passed, TUNING.last_line_seconds)
+            left = duration(passed * (self._total - self._done) / self._done)
+            share = self._done / self._total
+            print(f"{self._what}: {share:.0%} done, {left} left", file=sys.stderr, flush=True)
+
+
 @contextmanager
 def progress(what: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
-    """A bar of bytes, rate and time left on stderr, if that is a terminal.
+    """A bar of bytes, rate and time left on stderr if that is a terminal, else now and then a line.
 
     Gives the function that advances it.
     """
-    if not (shown and is_terminal(sys.stderr)):
+    if not shown:
         yield lambda _: None
+        return
+    if not is_terminal(sys.stderr):
+        yield Lines(what, total).advance
         return
     from rich.console import Console
     from rich.progress import (

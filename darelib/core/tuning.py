@@ -50,6 +50,9 @@ class Tuning:
     journal_seconds: float = 1.0
     # How often to look whether somebody wants the merge to stop.
     poll_seconds: float = 0.05
+    # Without a terminal: when the first line of progress is printed, and how far apart the last.
+    first_line_seconds: float = 10.0
+    last_line_seconds: float = 300.0
     # How long to run jobs, to estimate how long all of them will take.
     sample_seconds: float = 0.5
     # Bytes from which a rate describes the merge, and not its start.

@@ -244,11 +244,14 @@ def download(
         )
     except Exception as error:  # of the network, its libraries, the Hub: there are dozens of kinds
         reason = re.split(r"(?<=\.)\s|\n", str(error).strip())[0] or type(error).__name__
+        says = f"the Hugging Face Hub does not give a model of that name: {reason}"
+        if "internet connection" in str(error):
+            says = "there is no connection to the Hugging Face Hub"
         beside = os.listdir(source.path.parent) if source.path.parent.is_dir() else []
+        folder = source.name.removesuffix(source.path.name)
         raise DareError(
-            f"there is no file or directory {source.name!r}, and the Hugging Face Hub does not "
-            f"give a model of that name: {reason}",
-            nearest(source.path.name, beside)
+            f"there is no file or directory {source.name!r}, and {says}",
+            nearest(source.path.name, beside, folder)
             if beside
             else f"{path_hint(source)}; for the Hub, check the name, the network, HF_TOKEN and "
             "HF_HUB_OFFLINE",

@@ -173,11 +173,11 @@ def plan_adapter(
             chosen.append(hold(tensor, names, modules, inputs[0]))
     held = {tensor.name for tensor in chosen}
     notes = [
-        f"{count_of(len(some), 'tensor')} that changed, and that no low rank holds, {how}: "
-        f"{list_names(some)}"
+        f"{count_of(len(some), 'tensor')} that changed, and that no low rank holds, "
+        f"{'is' if len(some) == 1 else 'are'} {how}: {list_names(some)}"
         for some, how in (
-            ([tensor.name for tensor in others if tensor.name in held], "are saved whole"),
-            ([tensor.name for tensor in others if tensor.name not in held], "are left out"),
+            ([tensor.name for tensor in others if tensor.name in held], "saved whole"),
+            ([tensor.name for tensor in others if tensor.name not in held], "left out"),
         )
         if some
     ]

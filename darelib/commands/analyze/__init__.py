@@ -17,6 +17,10 @@ from darelib.core.text import LOG, ConfigError, print_result
 
 OPTIONS: Final[Options] = {
     **SETTINGS,
+    "--full": {
+        "action": "store_true",
+        "help": "also show layers, what low ranks would keep, and each pair of models",
+    },
     "--per-tensor": {"action": "store_true", "help": "also list every tensor"},
     "--plot": PLOT,
     "--write-config": WRITE_CONFIG
@@ -27,7 +31,7 @@ OPTIONS: Final[Options] = {
 
 def run(flags: Flags, merger_class: MergerClass) -> None:
     merger, request = make_merger(flags, merger_class)
-    from darelib.commands.analyze.report import check_places, plot_analysis, write_suggestion
+    from darelib.commands.analyze.analysis import check_places, write_suggestion
     from darelib.requests.configfile import STDOUT, pin_models
 
     plot = flags.get("plot")
@@ -43,10 +47,10 @@ def run(flags: Flags, merger_class: MergerClass) -> None:
         if suggestion is not None:
             write_suggestion(report, request, suggestion)
         if plot is not None:
-            plot_analysis(report, plot)
+            report.plot(plot)
             LOG.info(f"drew {plot}")
     finally:  # a disk that is full must not cost what was found
         if "json" in flags:
-            print_result(report.as_dict(per_tensor))
+            print_result(report.to_dict(per_tensor))
         elif merger.config.verbose and suggestion != STDOUT:
-            print_result(report.text(per_tensor))
+            print_result(report.text("full" in flags, per_tensor))

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from darelib import __version__
-from darelib.commands.options import Report
+from darelib.commands.report import Report
 from darelib.config import DareConfig, Rule
 from darelib.core.drops import is_random
 from darelib.core.formats import FORMATS, widen

@@ -82,7 +82,7 @@ SEARCH_OPTIONS: Final = ("trials", "search", "confirm", "study", "timeout")
 
 
 def run(flags: Flags, merger_class: MergerClass) -> None:
-    from darelib.commands.analyze.report import check_places
+    from darelib.commands.analyze.analysis import check_places
     from darelib.commands.sweep.report import plot_sweep
     from darelib.commands.sweep.start import find_places, write_winner
     from darelib.requests.configfile import pin_models

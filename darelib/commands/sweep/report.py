@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
-from darelib.commands.analyze.report import COLOURS, load_figure, make_label, save_figure
-from darelib.commands.options import Report
+from darelib.commands.analyze.pictures import COLOURS, load_figure, make_label, save_figure
+from darelib.commands.report import Report
 from darelib.commands.sweep.evaluation import Objective
 from darelib.config import DareConfig, is_number
 from darelib.core.text import clip, count_of, duration, printable, table
@@ -70,6 +70,7 @@ def chance(t: float, freedom: int) -> float:
 class SweepReport(Report):
     """All trials, and what they are compared with. Prints as a table and what to make of it."""
 
+    ROWS: ClassVar = "trials"
     objectives: Sequence[Objective]
     rows: list[Row]
     base: list[float]
@@ -203,7 +204,10 @@ class SweepReport(Report):
             remarks.insert(1, f"{many} without a score; the first, trial {number}, {why}.")
         return remarks
 
-    def as_dict(self) -> dict[str, Any]:
+    def plot(self, path: str | Path) -> None:
+        plot_sweep(self, path)
+
+    def to_dict(self) -> dict[str, Any]:
         def name_scores(scores: Sequence[float]) -> dict[str, float]:
             names = [objective.name for objective in self.objectives]
             return dict(zip(names, scores, strict=True))

@@ -1,0 +1,218 @@
+"""What an analysis gives: advice and tables, a picture, a configuration to try."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from darelib.commands.analyze.advice import Verdict, advise
+from darelib.commands.analyze.matrices import RANKS
+from darelib.commands.analyze.measure import DeltaStats, Findings, ModelAnalysis, PairAnalysis
+from darelib.commands.analyze.pictures import load_figure, plot_deltas
+from darelib.commands.report import Part, Report, Table
+from darelib.core.text import ConfigError, human, printable
+from darelib.models.checkpoint import Checkpoint
+from darelib.models.inputs import find_files
+from darelib.models.source import Source, download
+from darelib.output.destination import check_apart
+from darelib.plan.plan import MergePlan
+from darelib.requests.configfile import STDOUT, check_new_config, check_new_file, write_config
+from darelib.requests.request import Request
+
+# The columns of the tables: which field of DeltaStats, and its format.
+COLUMNS: Final = {
+    "parameters": ("parameters", ","),
+    "zero": ("share_zero", ".1%"),
+    "mean": ("mean", ".2g"),
+    "std": ("standard_deviation", ".2g"),
+    "largest": ("largest", ".2g"),
+    "p50": ("p50", ".2g"),
+    "p95": ("p95", ".2g"),
+    "p99": ("p99", ".2g"),
+    "above": ("share_above_threshold", ".1%"),
+    "< 1%": ("share_below_1_percent", ".1%"),
+    "norm": ("relative_norm", ".2g"),
+    "noise": ("relative_noise", ".2g"),
+}
+VERDICT_TITLES: Final = ["model", "its base", "|delta| / |weights|", "mean |delta|", "may drop"]
+PAIR_TITLES: Final = [
+    "models",
+    "cosine",
+    "same space",
+    "both change",
+    "signs conflict",
+    "by magnitude",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class AnalysisReport(Report):
+    """What the models are like, and what that says about how to merge them. Prints as tables."""
+
+    base: str
+    parameters: int
+    copied_tensors: int  # integers and quantised modules, which are not looked at
+    delta_threshold: float
+    models: tuple[ModelAnalysis, ...]
+    pairs: tuple[PairAnalysis, ...]
+    verdicts: tuple[Verdict, ...]  # one for each model
+    advice: tuple[str, ...]
+    confidence: str
+    suggestion: str  # a [dare] table and its rules, as TOML
+    bytes_read: int
+    seconds: float
+    warnings: tuple[str, ...]
+
+    def to_dict(self, per_tensor: bool = False) -> dict[str, Any]:
+        data = super().to_dict()
+        for model in () if per_tensor else data["models"]:
+            del model["tensors"]
+        return data
+
+    def list_rows(self) -> list[dict[str, Any]]:
+        return [
+            {"model": model.label} | dataclasses.asdict(stats)
+            for model in self.models
+            for stats in model.tensors
+        ]
+
+    def plot(self, path: str | Path) -> None:
+        title = f"What was fine-tuned: {self.parameters:,} parameters"
+        plot_deltas(Path(path), self.models, self.pairs, self.delta_threshold, title)
+
+    def text(self, full: bool = False, per_tensor: bool = False) -> str:
+        return "\n".join(map(str, self.parts(full, per_tensor)))
+
+    def parts(self, full: bool = False, per_tensor: bool = False) -> list[Part]:
+        """full: what each model did by layer and low rank, and how they lie to one another."""
+        rate = human(self.bytes_read / max(self.seconds, 1e-9))
+        parts: list[Part] = [
+            "Advice",
+            Table([VERDICT_TITLES, *(verdict.cells for verdict in self.verdicts)], (0, 1)),
+            *(f"- {printable(advice)}" for advice in self.advice),
+            printable(self.confidence),
+            f"\nSuggested settings\n\n{self.suggestion.rstrip()}",
+        ]
+        for model in self.models:
+            groups = {"kind": (dataclasses.replace(model.total, name="all"), *model.kinds)}
+            if full:
+                groups["layer"] = model.layers
+            if per_tensor:
+                groups["tensor"] = model.tensors
+            for what, stats in groups.items():
+                parts += [f"\n{printable(model.label)}, by {what}", list_stats(what, stats)]
+        parts.append(
+            f"(of |delta|; percentiles within 3.1%; above {self.delta_threshold:g}; < 1%: about "
+            "what is below 1% of the largest; norm: |delta| / |weights|; noise: what dropping at "
+            "random adds, / |weights|)"
+        )
+        if full:
+            parts += [*self._list_energy(), *self._list_pairs()]
+        return [*parts, f"\n{human(self.bytes_read)} read in {self.seconds:.2f} s, {rate}/s"]
+
+    def _list_energy(self) -> Iterator[Part]:
+        if any(model.energy for model in self.models):
+            ranks = [str(rank) for rank in RANKS]
+            rows = [["kept at rank", *ranks]]
+            for model in self.models:
+                cells = [f"{model.energy[rank]:.0%}" if model.energy else "-" for rank in ranks]
+                rows.append([printable(model.label), *cells])
+            yield from ("", Table(rows))
+            yield (
+                "(how much of the changes of matrices, by squares, an adapter of a rank would "
+                "keep; from a sample, and rather too low than too high)"
+            )
+
+    def _list_pairs(self) -> Iterator[Part]:
+        if self.pairs:
+            rows = [PAIR_TITLES]
+            for pair in self.pairs:
+                shares = (pair.share_both, pair.sign_conflict, pair.weighted_sign_conflict)
+                names = " and ".join(map(printable, pair.models))
+                space = "-" if pair.shared_space is None else f"{pair.shared_space:.2f}"
+                cells = (f"{share:.1%}" for share in shares)
+                rows.append([names, f"{pair.cosine:.3f}", space, *cells])
+            yield from ("", Table(rows))
+            yield (
+                "(same space: whether the rows of the changes of matrices lie in one, from 0 to 1; "
+                "signs conflict: of the parameters that both change; 50% is what chance gives a "
+                "pair)"
+            )
+
+
+def list_stats(what: str, groups: Sequence[DeltaStats]) -> Table:
+    rows = [[what, *COLUMNS]]
+    for stats in groups:
+        cells = [format(getattr(stats, field), style) for field, style in COLUMNS.values()]
+        rows.append([printable(stats.name), *cells])
+    return Table(rows)
+
+
+def shorten_names(names: Sequence[str]) -> list[str]:
+    """What to call models in tables: the last parts of their paths, if these tell them apart."""
+    short = [Path(name).name.removesuffix(".safetensors") for name in names]
+    return short if len(set(short)) == len(set(names)) else list(names)
+
+
+def report_analysis(
+    task: MergePlan, inputs: Sequence[Checkpoint], findings: Findings, seconds: float
+) -> AnalysisReport:
+    base, *labels = shorten_names([task.base, *task.models])
+    models = tuple(
+        findings.describe_model(i, label, inputs[1 + i].partial) for i, label in enumerate(labels)
+    )
+    pairs = findings.compare(labels)
+    advice = advise(base, task, models, pairs)
+    return AnalysisReport(
+        base=task.base,
+        parameters=sum(tensor.base.count for tensor in task.tensors if tensor.merged),
+        copied_tensors=sum(not tensor.merged for tensor in task.tensors),
+        delta_threshold=task.config.delta_threshold,
+        models=models,
+        pairs=pairs,
+        verdicts=advice.verdicts,
+        advice=advice.sentences,
+        confidence=advice.confidence,
+        suggestion=advice.suggestion,
+        bytes_read=findings.bytes_read,
+        seconds=seconds,
+        warnings=task.warnings,
+    )
+
+
+def plot_analysis(report: AnalysisReport, path: str | Path) -> None:
+    """Draw what an analysis found, to a .png, .svg or .pdf file."""
+    report.plot(path)
+
+
+def check_places(
+    sources: Sequence[Source], plot: Path | None, config: Path | None, force: bool
+) -> None:
+    """Refuse places where a picture or a configuration cannot be, before there is any work."""
+    if plot is not None:
+        load_figure(plot)
+        check_new_file(plot, "picture", force)
+    if config is not None:
+        check_new_config(config, force)
+    if plot and config and plot.absolute() == config.absolute():
+        raise ConfigError(
+            "the picture and the configuration have the same name", "choose another name for one"
+        )
+    new = [path for path in (plot, config) if path and path != STDOUT]
+    for source in [part for each in sources for part in each.parts] if new else ():
+        _, layout = find_files(download(source))
+        used = [(source.name, place) for place in (layout.folder, *layout.files) if place]
+        for path in new:
+            check_apart(repr(str(path)), path, used)
+
+
+def write_suggestion(report: AnalysisReport, request: Request, path: Path) -> None:
+    """Write the suggested settings as a complete configuration, with the reasons in comments."""
+    lines = [
+        "# Suggested by an analysis of the models:",
+        *(f"# - {printable(advice)}" for advice in report.advice),
+        f"# {printable(report.confidence)}",
+        "",
+        report.suggestion,
+    ]
+    write_config(path, "\n".join(lines), request)

@@ -4,6 +4,7 @@ adapters and diffusion models in those of other programs. Each of them has a roo
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from dataclasses import dataclass
@@ -60,6 +61,7 @@ def run(flags: Flags, merger_class: MergerClass) -> None:
     from darelib.commands.pickles import convert_pickles
 
     started = time.perf_counter()
+    LOG.setLevel(logging.INFO if flags.get("verbose", True) else logging.WARNING)
     old = Source.of(flags["old"])
     has_adapter = is_adapter(old)
     has_model = not has_adapter and is_diffusion(old)

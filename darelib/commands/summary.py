@@ -9,7 +9,7 @@ from darelib.commands.report import Part, Report, Table
 from darelib.config import as_toml
 from darelib.core.drops import DROPS, EXPECTATION, RANDOM
 from darelib.core.mask import MASK_BITS
-from darelib.core.text import LISTED, count_of, human, printable
+from darelib.core.text import LISTED, count_of, human, printable, shorten_names
 from darelib.core.tuning import TUNING
 from darelib.output.adapter import AdapterPlan
 from darelib.output.prepare import FilePlan
@@ -238,6 +238,7 @@ def find_large_deltas(
     threshold = plan.config.delta_threshold
     found: list[tuple[float, str]] = []
     counts = []
+    labels = shorten_names(plan.models)
     for i, (tallies, total) in enumerate(zip(by_tensor, totals, strict=True)):
         thinnings = (tensor.settings.thinnings[i] for tensor in plan.changed)
         at_random = any(DROPS[each.drop].rescale == EXPECTATION for each in thinnings)
@@ -245,7 +246,7 @@ def find_large_deltas(
         large = [(t.mean, name) for name, t in tallies.items() if may_lose and t.mean > threshold]
         if large:
             found += large
-            counts.append(f"{len(large):,} of {len(tallies):,} tensors of {plan.models[i]}")
+            counts.append(f"{len(large):,} of {len(tallies):,} tensors of {labels[i]}")
     if found:
         mean, worst = max(found)
         shown = ", ".join(counts[:LISTED]) + (" and others" if len(counts) > LISTED else "")

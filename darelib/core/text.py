@@ -118,6 +118,12 @@ def list_names(names: Sequence[str]) -> str:
     return shown if len(names) <= LISTED else f"{shown} and {len(names) - LISTED:,} more"
 
 
+def shorten_names(names: Sequence[str]) -> list[str]:
+    """What to call models: the last parts of their paths, if these tell them apart."""
+    short = [Path(name).name.removesuffix(".safetensors") for name in names]
+    return short if len(set(short)) == len(set(names)) else list(names)
+
+
 def nearest(word: str, known: Iterable[str], folder: str = "") -> str:
     """A hint with the known word that is spelled most like this one, in its folder.
 

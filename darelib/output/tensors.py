@@ -1,5 +1,6 @@
 """One safetensors file of tensors from anywhere, as conversions write it."""
 
+import logging
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from darelib.core.text import ConfigError, DareError, human
+from darelib.core.text import LOG, ConfigError, DareError, human, progress
 from darelib.models.encodings import Input, TensorInfo
 from darelib.models.tensorfile import header_bytes
 from darelib.output.scratch import write_new_file
@@ -36,8 +37,10 @@ def encode_file(contents: Contents) -> Iterator[bytes | memoryview]:
         infos[name] = TensorInfo(info.dtype, info.shape, offset)
         offset += info.nbytes
     yield header_bytes(infos, {"format": "pt"})
-    for _, pieces in contents.values():
-        yield from pieces
+    with progress("writing", offset, LOG.isEnabledFor(logging.INFO)) as advance:
+        for info, pieces in contents.values():
+            yield from pieces
+            advance(info.nbytes)
 
 
 def write_tensors(new: Path, contents: Contents, inputs: Collection[Path]) -> None:

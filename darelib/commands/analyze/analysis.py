@@ -10,7 +10,7 @@ from darelib.commands.analyze.matrices import RANKS
 from darelib.commands.analyze.measure import DeltaStats, Findings, ModelAnalysis, PairAnalysis
 from darelib.commands.analyze.pictures import load_figure, plot_deltas
 from darelib.commands.report import Part, Report, Table
-from darelib.core.text import ConfigError, human, printable
+from darelib.core.text import ConfigError, human, printable, shorten_names
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.inputs import find_files
 from darelib.models.source import Source, download
@@ -146,12 +146,6 @@ def list_stats(what: str, groups: Sequence[DeltaStats]) -> Table:
         cells = [format(getattr(stats, field), style) for field, style in COLUMNS.values()]
         rows.append([printable(stats.name), *cells])
     return Table(rows)
-
-
-def shorten_names(names: Sequence[str]) -> list[str]:
-    """What to call models in tables: the last parts of their paths, if these tell them apart."""
-    short = [Path(name).name.removesuffix(".safetensors") for name in names]
-    return short if len(set(short)) == len(set(names)) else list(names)
 
 
 def report_analysis(

@@ -38,7 +38,8 @@ EVIDENCE = TEXTS[HERE / "docs" / "evidence.md"]
 ROLES = ("this tool", "mergekit", "torch script")
 MERGES = quality_report.list_merges(QUALITY)
 AVERAGE = quality_report.REFERENCE
-START = f"{advice.START_METHOD}, lambda {advice.START_LAMBDAS['whole']:g}"
+CASE = advice.CASES["whole"]
+START = f"{CASE.method}, lambda {CASE.lambda_coeff:g}"
 
 
 @pytest.fixture(autouse=True)
@@ -136,11 +137,11 @@ def test_what_is_said_of_the_experiment_can_be_told_from_chance() -> None:
     everywhere = quality_report.EVERYWHERE
     ranked = quality_report.compare(QUALITY, True)
     better = {each.name for each in ranked if "better" in map(each.verdict, each.rounds)}
-    assert {name.split()[0] for name in better} == {advice.START_METHOD}, "nothing else"
+    assert {name.split()[0] for name in better} == {CASE.method}, "nothing else"
     starts = {each.name: each for each in quality_report.compare(QUALITY, False)}
     assert starts[START].verdict(everywhere) == "better"
     wudi = ranked[0]
-    assert wudi.name == advice.START_METHOD
+    assert wudi.name == CASE.method
     cells = [cell for cell in wudi.rounds if cell[1] == 8]
     assert {wudi.verdict(cell) for cell in [everywhere, *cells]} == {"better"}
     dropped = [name for name in quality_report.list_names(MERGES, True) if " + DARE" in name]

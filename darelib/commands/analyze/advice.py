@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from glob import escape
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 from darelib.commands.analyze.measure import DeltaStats, ModelAnalysis, PairAnalysis, kind_of
 from darelib.config import CHECKS, DareConfig, Gradient, Rule, as_toml
@@ -117,7 +117,7 @@ class Verdict:
     drop_rate: float
 
     @classmethod
-    def of(cls, model: ModelAnalysis, threshold: float) -> "Verdict":
+    def of(cls, model: ModelAnalysis, threshold: float) -> Self:
         total = model.total
         limits = (RELATED_NORM, UNRELATED_NORM)
         base = ("right", "doubtful", "wrong")[bisect_left(limits, total.relative_norm)]
@@ -134,55 +134,38 @@ class Verdict:
         return [clip(self.model), self.base, *figures]
 
 
-@dataclass(frozen=True)
-class Advice:
-    verdicts: tuple[Verdict, ...]
-    sentences: tuple[str, ...]
-    confidence: str
-    suggestion: str
-
-
 def find_level(total: DeltaStats, threshold: float) -> str:
     if total.mean > threshold:
         return "huge" if total.mean > HUGE_RATIO * threshold else "large"
     return "tailed" if total.share_above_threshold > TAIL_SHARE else "small"
 
 
-def advise(
-    base: str,
-    task: MergePlan,
-    models: Sequence[ModelAnalysis],
-    pairs: Sequence[PairAnalysis],
-) -> Advice:
-    verdicts = tuple(Verdict.of(model, task.config.delta_threshold) for model in models)
-    case = CASES[choose_case(task, models)]
-    doubts = (
-        BASE_TEXTS[verdict.base].format(base=base, model=verdict.model, norm=verdict.relative_norm)
-        for verdict in verdicts
-        if verdict.base in BASE_TEXTS
-    )
-    return Advice(
-        verdicts,
-        (*doubts, *case.reasons, *describe_conflict(pairs)),
-        judge_confidence(task, models, verdicts),
-        suggest(task, models, case, [verdict.drop_rate for verdict in verdicts]),
-    )
-
-
-def is_alone(models: Sequence[ModelAnalysis]) -> bool:
-    """Whether no more than one model differs from the base."""
-    return sum(model.total.largest > 0 for model in models) < 2
-
-
-def choose_case(task: MergePlan, models: Sequence[ModelAnalysis]) -> str:
+def choose_case(task: MergePlan, models: Sequence[ModelAnalysis]) -> Case:
     config = task.config
     scopes: tuple[DareConfig | Rule, ...] = (config, *config.typed_rules)
     methods = [scope.method or config.method for scope in scopes if scope.weights]
-    if is_alone(models):
-        return "one"
+    if sum(model.total.largest > 0 for model in models) < 2:
+        return CASES["one"]
     if any(method != RECOMMENDED for method in methods):
-        return "weights"
-    return "packed" if any(find_packed_rates(task)) else "whole"
+        return CASES["weights"]
+    return CASES["packed" if any(find_packed_rates(task)) else "whole"]
+
+
+def explain_advice(
+    base: str, verdicts: Sequence[Verdict], case: Case, pairs: Sequence[PairAnalysis]
+) -> Iterator[str]:
+    for verdict in verdicts:
+        if verdict.base in BASE_TEXTS:
+            text = BASE_TEXTS[verdict.base]
+            yield text.format(base=base, model=verdict.model, norm=verdict.relative_norm)
+    yield from case.reasons
+    if pairs:
+        conflict = max(pair.weighted_sign_conflict for pair in pairs)
+        cosine = min(pair.cosine for pair in pairs)
+        yield (
+            f"signs conflict in {'up to ' * (len(pairs) > 1)}{conflict:.1%} of what two models "
+            f"change, by magnitude (chance: 50%); cosine {cosine:.2f}"
+        )
 
 
 def find_packed_rates(task: MergePlan, names: Collection[str] | None = None) -> list[float]:
@@ -196,29 +179,17 @@ def find_packed_rates(task: MergePlan, names: Collection[str] | None = None) -> 
     return rates
 
 
-def describe_conflict(pairs: Sequence[PairAnalysis]) -> Iterator[str]:
-    if pairs:
-        conflict = max(pair.weighted_sign_conflict for pair in pairs)
-        cosine = min(pair.cosine for pair in pairs)
-        yield (
-            f"signs conflict in {'up to ' * (len(pairs) > 1)}{conflict:.1%} of what two models "
-            f"change, by magnitude (chance: 50%); cosine {cosine:.2f}"
-        )
-
-
-def judge_confidence(
-    task: MergePlan, models: Sequence[ModelAnalysis], verdicts: Sequence[Verdict]
-) -> str:
-    parameters = sum(tensor.base.count for tensor in task.tensors if tensor.merged)
+def judge_confidence(parameters: int, verdicts: Sequence[Verdict], case: Case) -> str:
     doubts = []
+    alone = case is CASES["one"]
     if any(verdict.base in ("doubtful", "wrong") for verdict in verdicts):
         doubts.append("a base is in doubt, and with it all the rest")
-    if not is_alone(models) and parameters > LARGEST_TRIED:
+    if not alone and parameters > LARGEST_TRIED:
         doubts.append(
             f"what to begin with was tried on models of up to {LARGEST_TRIED:,} parameters; at 3 "
             "to 8 billion, others found little that beats the plain average (arXiv:2511.21437)"
         )
-    if is_alone(models) and parameters < TUNING.small_model:
+    if alone and parameters < TUNING.small_model:
         doubts.append(
             "these rules are for models of billions of parameters; one of "
             f"{parameters:,} tolerates less dropping"
@@ -228,13 +199,14 @@ def judge_confidence(
 
 
 def suggest(
-    task: MergePlan, models: Sequence[ModelAnalysis], case: Case, tolerated: Sequence[float]
+    task: MergePlan, models: Sequence[ModelAnalysis], verdicts: Sequence[Verdict], case: Case
 ) -> str:
     """Tables as TOML: what is advised, what else the user has set, and what to search."""
     config = task.config
-    alone = is_alone(models)
-    packed = find_packed_rates(task)
-    rates = [max(pair) for pair in zip(packed, tolerated, strict=True)] if alone else packed
+    alone = case is CASES["one"]
+    rates = find_packed_rates(task)
+    if alone:
+        rates = [max(verdict.drop_rate, rates[i]) for i, verdict in enumerate(verdicts)]
     kept = keep_settings(config, config, case)
     is_own = config.method == case.method and config.lambda_coeff != DareConfig.lambda_coeff
     if case.lambda_coeff is not None and not is_own:

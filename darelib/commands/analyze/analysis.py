@@ -5,7 +5,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from darelib.commands.analyze.advice import Verdict, advise
+from darelib.commands.analyze.advice import (
+    Verdict,
+    choose_case,
+    explain_advice,
+    judge_confidence,
+    suggest,
+)
 from darelib.commands.analyze.matrices import RANKS
 from darelib.commands.analyze.measure import DeltaStats, Findings, ModelAnalysis, PairAnalysis
 from darelib.commands.analyze.pictures import load_figure, plot_deltas
@@ -156,18 +162,20 @@ def report_analysis(
         findings.describe_model(i, label, inputs[1 + i].partial) for i, label in enumerate(labels)
     )
     pairs = findings.compare(labels)
-    advice = advise(base, task, models, pairs)
+    verdicts = tuple(Verdict.of(model, task.config.delta_threshold) for model in models)
+    case = choose_case(task, models)
+    parameters = sum(tensor.base.count for tensor in task.tensors if tensor.merged)
     return AnalysisReport(
         base=task.base,
-        parameters=sum(tensor.base.count for tensor in task.tensors if tensor.merged),
+        parameters=parameters,
         copied_tensors=sum(not tensor.merged for tensor in task.tensors),
         delta_threshold=task.config.delta_threshold,
         models=models,
         pairs=pairs,
-        verdicts=advice.verdicts,
-        advice=advice.sentences,
-        confidence=advice.confidence,
-        suggestion=advice.suggestion,
+        verdicts=verdicts,
+        advice=tuple(explain_advice(base, verdicts, case, pairs)),
+        confidence=judge_confidence(parameters, verdicts, case),
+        suggestion=suggest(task, models, verdicts, case),
         bytes_read=findings.bytes_read,
         seconds=seconds,
         warnings=task.warnings,

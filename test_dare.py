@@ -414,8 +414,8 @@ def test_tensors_in_memory_without_torch_are_refused_with_what_to_install(
     monkeypatch: pytest.MonkeyPatch, call: Any
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    monkeypatch.delitem(sys.modules, "darelib.run.memory", raising=False)
-    monkeypatch.delattr("darelib.run.memory", raising=False)
+    monkeypatch.delitem(sys.modules, "darelib.run.in_memory", raising=False)
+    monkeypatch.delattr("darelib.run.in_memory", raising=False)
     with pytest.raises(DareError, match="tensors in memory need torch") as caught:
         call()
     assert caught.value.hint.startswith("install it: ")

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Self
 
 from darelib.core.text import count_of, printable
-from darelib.output.adapter import AdapterPlan
 from darelib.output.prepare import FilePlan
 from darelib.run.outcomes import Outcome
 
@@ -26,7 +25,7 @@ class AdapterFit:
         """None: the output is no adapter, or nothing is known."""
         known = {outcome.tensor: outcome.energy for outcome in outcomes if outcome.energy}
         energies = {name: known[name] for name in sorted(known)}
-        if not isinstance(plan, AdapterPlan) or not energies:
+        if not energies:
             return None
         shares = {name: kept / total if total else 1.0 for name, (kept, total) in energies.items()}
         worst = min(shares, key=lambda name: shares[name])

@@ -55,7 +55,7 @@ from darelib.core.text import LOG, ConfigError, DareError
 from darelib.core.tuning import raise_open_file_limit
 from darelib.models.directories import find_base
 from darelib.models.source import Given, Source, recorded_name
-from darelib.run import check_runner, load_memory
+from darelib.run import check_runner, load_in_memory
 
 if TYPE_CHECKING:
     import torch
@@ -289,7 +289,7 @@ def dare_drop(
 ) -> dict[str, torch.Tensor]:
     """Thin deltas: drop entries at random and rescale the rest. Only weights are thinned."""
     config = DareConfig(drop_rate=drop_rate, seed=seed, rescale=rescale)
-    return load_memory().drop_deltas(task_vector, config)
+    return load_in_memory().drop_deltas(task_vector, config)
 
 
 def dare_sparsify(
@@ -315,7 +315,7 @@ def dare_merge(
     allocated. What does not fit is refused before anything is written; a value that is not finite
     is only met on the way.
     """
-    return load_memory().merge_tensors(base, finetuned, check_config(config), out)
+    return load_in_memory().merge_tensors(base, finetuned, check_config(config), out)
 
 
 def dare_sweep(

@@ -415,8 +415,8 @@ def test_tensors_in_memory_without_torch_are_refused_with_what_to_install(
     monkeypatch: pytest.MonkeyPatch, call: Any
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    monkeypatch.delitem(sys.modules, "darelib.run.memory", raising=False)
-    monkeypatch.delattr("darelib.run.memory", raising=False)
+    monkeypatch.delitem(sys.modules, "darelib.run.in_memory", raising=False)
+    monkeypatch.delattr("darelib.run.in_memory", raising=False)
     with pytest.raises(DareError, match="tensors in memory need torch") as caught:
         call()
     assert caught.value.hint.startswith("install it: ")
@@ -571,7 +571,7 @@ def test_the_version_is_printed(capsys: Capture) -> None:
 
 
 def test_flags_beat_toml_and_toml_beats_defaults(example: Path, tmp_path: Path) -> None:
-    text = example.read_text().replace("drop_rate = 0.9", "drop_rate = 0.5")
+    text = example.read_text().replace("# drop_rate = 0.9", "drop_rate = 0.5")
     example.write_text(text.replace("seed = 42", "seed = 7"))
     output = tmp_path / "out.safetensors"
     model = HERE / "examples" / "models" / "covered.safetensors"

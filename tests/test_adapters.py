@@ -18,7 +18,7 @@ from dare import DareConfig, DareError
 from darelib.kernels.lowrank import approximate
 from darelib.models.directories import STATED_KEY
 from darelib.plan.plan import Job
-from darelib.run import matrices
+from darelib.run import products
 from darelib.run.rounds import run_rounds
 from tests.support import (
     F32,
@@ -258,7 +258,7 @@ def test_a_share_of_the_energy_gives_each_matrix_the_rank_that_it_needs(
         assert min(report.adapter.tensors.values()) >= 0.8 - 1e-6
         assert make_merger(base, models, adapter_rank=0.8, **how).verify(tmp_path / f"o{k}")
         with monkeypatch.context() as patch:
-            patch.setattr(matrices, "run_rounds", run_backwards)
+            patch.setattr(products, "run_rounds", run_backwards)
             run_merge(base, models[::-1], tmp_path / f"b{k}", adapter_rank=0.8, **how)
         one, other = (tmp_path / f"{name}{k}" / "adapter_config.json" for name in "ob")
         assert one.read_bytes() == other.read_bytes()
@@ -463,9 +463,7 @@ def test_it_is_resumed_verified_and_merged_again(tmp_path: Path, monkeypatch: Pa
     base, models, _ = make_inputs(tmp_path)
     how: dict[str, Any] = {"drop_rate": 0.0, "adapter_rank": 4, "threads": 1}
     report = run_merge(base, models, tmp_path / "whole", **how)
-    from darelib.run.matrices import AdapterWorker
-
-    made = AdapterWorker.factorise
+    made = products.Products.factorise
     calls: list[str] = []
 
     def stop_at_the_second(self: Any, tensor: Any, *rest: Any) -> Any:
@@ -475,7 +473,7 @@ def test_it_is_resumed_verified_and_merged_again(tmp_path: Path, monkeypatch: Pa
         return made(self, tensor, *rest)
 
     tune(journal_seconds=0.0, flush_seconds=0.0)
-    monkeypatch.setattr(AdapterWorker, "factorise", stop_at_the_second)
+    monkeypatch.setattr(products.Products, "factorise", stop_at_the_second)
     with pytest.raises(KeyboardInterrupt):
         make_merger(base, models, **how).merge(tmp_path / "out", resume=True)
     assert not (tmp_path / "out").exists()

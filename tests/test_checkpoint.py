@@ -345,15 +345,20 @@ def save_tied(
     return base, save_directory(folder / "base", base, **base_config), model
 
 
-@pytest.mark.parametrize("where", ["base", "model"])
-@pytest.mark.parametrize("config", TIED)
+@pytest.mark.parametrize(
+    ("base_config", "model_config"),
+    [
+        *((config, {}) for config in TIED),
+        *(({"x": 1}, config) for config in TIED),
+        # A fine-tune knows best what it lacks.
+        ({"tie_word_embeddings": False}, {"tie_word_embeddings": True}),
+    ],
+)
 @pytest.mark.parametrize("settings", SETTINGS[:3], ids=str)
 def test_a_tied_head_that_a_model_lacks_is_merged_like_the_embedding(
-    tmp_path: Path, where: str, config: Config, settings: Config
+    tmp_path: Path, base_config: Config, model_config: Config, settings: Config
 ) -> None:
-    base, base_path, model_path = save_tied(
-        tmp_path, config if where == "base" else {"x": 1}, config if where == "model" else {}
-    )
+    base, base_path, model_path = save_tied(tmp_path, base_config, model_config)
     report = run_merge(base_path, [model_path], tmp_path / OUT, **settings)
     merged = load_file(tmp_path / OUT)
     assert same_bits(merged[HEAD], merged[EMBEDDING])
@@ -633,7 +638,11 @@ def test_a_model_that_has_most_tensors_under_other_names_is_refused_unless_the_u
 ) -> None:
     base = random_model(shapes={f"layers.{k}.weight": (8, 8) for k in range(9)})
     common = {name: tensor for name, tensor in base.items() if name < "layers.4"}
-    renamed = {f"{name}.data": tensor for name, tensor in base.items() if name not in common}
+    renamed = {
+        name.replace("layers", "blocks"): tensor
+        for name, tensor in base.items()
+        if name not in common
+    }
     path, other, half, subset, more = save(
         tmp_path,
         base=base,
@@ -642,11 +651,60 @@ def test_a_model_that_has_most_tensors_under_other_names_is_refused_unless_the_u
         subset=finetune(common, 1),
         more=finetune(base, 1) | {f"extra.{k}": torch.ones(3) for k in range(50)},
     )
-    check_refused(path, other, "only 4 of its 9", "'layers.4.weight.data'", "--any-base")
+    check_refused(path, other, "only 4 of its 9", "'blocks.4.weight'", "--any-base")
     for model in (half, subset, more):
         run_merge(path, [model], tmp_path / OUT)
     report = run_merge(path, [other], tmp_path / OUT, any_base=True)
     assert report.models[0].parameters == 4 * 64
+
+
+LAYER_SHAPES: dict[str, tuple[int, ...]] = {
+    "model.embed_tokens.weight": (8, 4),
+    "model.layers.0.attn.weight": (4, 4),
+    "model.layers.0.mlp.up.weight": (4, 4),
+    "model.layers.1.attn.weight": (4, 4),
+    "model.layers.1.mlp.up.weight": (4, 4),
+    "proj.weight": (4, 4),
+    "proj.bias": (4,),
+}
+EXTRA_SHAPES: dict[str, tuple[int, ...]] = {
+    "model.layers.2.attn.weight": (4, 4),
+    "model.layers.0.rotary_emb.inv_freq": (2,),
+    "score.weight": (2, 4),
+    "v_head.summary.bias": (1,),
+    "logit_scale": (),
+}
+
+
+@pytest.mark.parametrize(
+    ("missing", "named"),
+    [
+        (["model.layers.1.mlp.up.weight"], "1 tensor of its own layers"),
+        (["model.layers.0.mlp.up.weight", "proj.bias"], "2 tensors of its own layers"),
+    ],
+)
+def test_a_base_that_lacks_weights_of_its_own_layers_is_refused(
+    tmp_path: Path, refused: Refusal, missing: list[str], named: str
+) -> None:
+    base, *models = make_models(2, BF16, LAYER_SHAPES)
+    partial = {name: tensor for name, tensor in base.items() if name not in missing}
+    paths = save(tmp_path, base=partial, math=models[0], code=models[1])
+    flags = ("-b", paths[0], "-m", *paths[1:], "-o", tmp_path / OUT)
+    refused(1, [named, *missing, "--any-base"], *flags)
+    assert dare_merge(partial, models, DareConfig(any_base=True)).keys() == partial.keys()
+    with pytest.raises(DareError, match="of its own layers"):
+        dare_merge(partial, models)
+    # What only one of them has is its own.
+    assert dare_merge(partial, [models[0], partial]).keys() == partial.keys()
+
+
+def test_extra_heads_and_layers_of_fine_tunes_are_left_out_with_a_warning(tmp_path: Path) -> None:
+    base, model = make_models(1, BF16, LAYER_SHAPES)
+    paths = save(tmp_path, base=base, model=model | random_model(2, BF16, EXTRA_SHAPES))
+    report = run_merge(paths[0], paths[1:], tmp_path / OUT)
+    assert load_file(tmp_path / OUT).keys() == base.keys()
+    assert report.models[0].extra_tensors == tuple(sorted(EXTRA_SHAPES))
+    assert any("5 tensors" in line and "left out" in line for line in report.warnings)
 
 
 def test_a_base_that_is_surely_another_models_is_refused_and_nothing_is_published(
@@ -663,7 +721,7 @@ def test_a_base_that_is_surely_another_models_is_refused_and_nothing_is_publishe
         patch.setattr("darelib.output.prepare.check_sample", lambda *_: None)
         check_refused(*paths[:2], *words, flags=("--quiet",))
     with monkeypatch.context() as patch:  # before a job is run
-        patch.setattr("darelib.run.worker.JobWorker.__init__", Mock(side_effect=MemoryError))
+        patch.setattr("darelib.run.worker.Worker.__init__", Mock(side_effect=MemoryError))
         for command in (("merge",), ("merge", "--dry-run"), ("pack",)):
             flags = ("-b", paths[0], "-m", paths[1], "-o", tmp_path / OUT)
             refused(1, words, *command, *flags)

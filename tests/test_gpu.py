@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import dare
 from dare import DareConfig, DareError, dare_merge
-from darelib.run import memory
+from darelib.run import in_memory as memory
 from tests.support import (
     BF16,
     F16,

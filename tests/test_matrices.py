@@ -265,7 +265,7 @@ def test_adapters_that_are_thinned_or_as_large_as_the_matrix_are_merged_whole(
     base = random_model(1, F32, {"one.weight": (12, 9), "two.weight": (9, 12)})
     [path] = save(tmp_path, base=base)
     adapters = write_adapters(tmp_path, [4, 5], (12, 9))
-    monkeypatch.setattr("darelib.run.matrices.merge_factors", None)
+    monkeypatch.setattr("darelib.run.solving.merge_factors", None)
     for config in ({"drop_rate": 0.5}, {"drop_rate": 0}):
         merged = merge_paths(path, adapters, tmp_path / "o.safetensors", method="wudi", **config)
         assert not torch.equal(merged["one.weight"], base["one.weight"])

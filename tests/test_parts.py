@@ -13,7 +13,7 @@ import pytest
 import dare
 from dare import ConfigError
 from darelib.output.files import Journal, Lock
-from darelib.output.publish import Part
+from darelib.output.publish import OutputPart
 from darelib.run.worker import Worker
 from tests.scene import HELD, Contents, contents, launch, make_many_jobs, wait_for
 from tests.support import (
@@ -85,13 +85,13 @@ def test_the_last_call_makes_only_what_the_parts_left(
     for k in (1, 2, 4):
         assert run("--part", f"{k}/4") == 0
     made: list[str] = []
-    work = Worker._merge
+    work = Worker.merge
 
     def note(self: Worker, job: Any, *more: Any) -> Any:
         made.append(job.tensor.name)
         return work(self, job, *more)
 
-    monkeypatch.setattr(Worker, "_merge", note)
+    monkeypatch.setattr(Worker, "merge", note)
     for flags, count in ((["--part", "2/4"], 0), (["--resume"], 3)):
         assert run(*flags) == 0
         assert len(made) == count
@@ -169,16 +169,16 @@ def test_a_part_that_is_interrupted_goes_on_from_there(
     tmp_path: Path, whole: Contents, run: Run, monkeypatch: Patch
 ) -> None:
     make_many_jobs()
-    write = Part.write_at
+    write = OutputPart.write_at
     count = iter(range(5))
 
-    def stopping(self: Part, file: int, view: memoryview, offset: int) -> None:
+    def stopping(self: OutputPart, file: int, view: memoryview, offset: int) -> None:
         if offset and next(count, None) is None:
             raise KeyboardInterrupt
         write(self, file, view, offset)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Part, "write_at", stopping)
+        patch.setattr(OutputPart, "write_at", stopping)
         assert run("--part", "1/2", "--threads", "1") == 130
     noted = sum(len(Journal(path).done) for path in (tmp_path / "out.partial").glob("*/journal-*"))
     assert noted == 5
@@ -266,7 +266,7 @@ def test_a_part_whose_last_bytes_do_not_reach_the_disk_fails(
 ) -> None:
     tune(flush_seconds=60)  # so that all is flushed at the end
     with monkeypatch.context() as patch:
-        patch.setattr(Part, "_flush", lambda *_: os.fsync(-1))
+        patch.setattr(OutputPart, "_flush", lambda *_: os.fsync(-1))
         patch.setattr(os, "fsync", os.fstat)  # which knows no file -1
         assert run("--part", "1/3") == 1
     assert "cannot write" in capsys.readouterr().err

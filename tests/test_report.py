@@ -95,7 +95,7 @@ def test_no_figure_depends_on_the_number_of_threads(monkeypatch: Patch) -> None:
     tune(job_elements=1024, min_chunk=1024, max_chunk=1024)
     run = Worker.run
     monkeypatch.setattr(
-        Worker, "run", lambda *given: time.sleep(0.002 * (given[1].number % 3 == 0)) or run(*given)
+        Worker, "run", lambda *given: time.sleep(0.002 * (given[1].order % 3 == 0)) or run(*given)
     )
     reports = [
         merge(base, {"w": sizes}, {"w": sizes.sqrt()}, threads=threads, engine="plain").to_dict()

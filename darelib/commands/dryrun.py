@@ -16,12 +16,12 @@ from darelib.core.tuning import TUNING
 from darelib.kernels.records import Buffers
 from darelib.methods import METHODS
 from darelib.models.checkpoint import Checkpoint
-from darelib.output.adapter import AdapterPlan, is_share
-from darelib.output.prepare import FilePlan
-from darelib.plan.tensors import TensorPlan
+from darelib.output.prepare import FilePlan, is_share
+from darelib.plan.tensorplan import TensorPlan
 from darelib.requests.configfile import as_literal
-from darelib.run.matrices import RankFinder, estimate_matrices, estimate_solving, open_worker
+from darelib.run.products import estimate_products, open_worker, set_ranks
 from darelib.run.rounds import measure_rate
+from darelib.run.solving import estimate_matrices, estimate_solving
 
 # What a merge holds besides its buffers, as measured: the process with all that it has loaded, and
 # what is known of each tensor of each model.
@@ -244,11 +244,10 @@ def estimate_merge(
     """
     entries = dataclasses.replace(plan, tensors=tuple(t for t in plan.tensors if not t.matrices))
     with Interrupts() as interrupts:
-        worker = open_worker(entries, inputs, interrupts, settles_ranks=True)
+        worker = open_worker(entries, inputs, interrupts, measures_ranks=True)
         size, seconds, outcomes = measure_rate(entries.rounds(), worker, interrupts)
     reading = seconds * entries.bytes_to_read / max(size, 1)
-    if isinstance(worker, RankFinder) and isinstance(plan, AdapterPlan):
-        plan = dataclasses.replace(plan, modules={**plan.modules, **worker.modules})
+    plan = set_ranks(plan, outcomes)
     estimate = Estimate(reading + estimate_solving(plan), size, seconds)
     return estimate, AdapterFit.of(plan, outcomes)
 
@@ -262,7 +261,7 @@ def estimate_memory(plan: FilePlan, inputs: Sequence[Checkpoint]) -> int:
     waiting = [tensor.encoding.count_held(tensor.base, plan.chunk) for tensor in plan.tensors]
     threads = kept + plan.threads * (buffers + max(held) + max(waiting, default=0))
     known = TENSOR_BYTES * len(plan.tensors) * len(inputs)
-    return PROCESS_BYTES + known + threads + estimate_matrices(plan)
+    return PROCESS_BYTES + known + threads + estimate_matrices(plan) + estimate_products(plan)
 
 
 def describe_rules(plan: FilePlan) -> Iterator[PlannedRule]:

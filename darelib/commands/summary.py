@@ -11,7 +11,6 @@ from darelib.core.drops import DROPS, EXPECTATION, RANDOM
 from darelib.core.mask import MASK_BITS
 from darelib.core.text import LISTED, count_of, human, printable, shorten_names
 from darelib.core.tuning import TUNING
-from darelib.output.adapter import AdapterPlan
 from darelib.output.prepare import FilePlan
 from darelib.requests.configfile import as_literal
 from darelib.run.outcomes import Outcome, Tally, explain_copied, sum_fields
@@ -36,7 +35,7 @@ class AdapterFit:
         """None: the output is no adapter, or nothing is known."""
         known = {outcome.tensor: outcome.energy for outcome in outcomes if outcome.energy}
         energies = {name: known[name] for name in sorted(known)}
-        if not isinstance(plan, AdapterPlan) or not energies:
+        if not energies:
             return None
         shares = {name: kept / total if total else 1.0 for name, (kept, total) in energies.items()}
         worst = min(shares, key=lambda name: shares[name])

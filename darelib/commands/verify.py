@@ -38,7 +38,7 @@ from darelib.models.tensorfile import explain_os_error, file_sha256, open_regula
 if TYPE_CHECKING:
     from darelib.models.checkpoint import Checkpoint
     from darelib.output.prepare import FilePlan
-    from darelib.plan.tensors import PlannedFile
+    from darelib.plan.tensorplan import PlannedFile
 
 OPTIONS: Final[Options] = {
     "path": {
@@ -105,7 +105,7 @@ def compare_output(
     plan: FilePlan, inputs: Sequence[Checkpoint], interrupts: Interrupts
 ) -> VerifyReport:
     """Make an output again and compare it with what is there; the first difference is an error."""
-    from darelib.run.matrices import open_worker, settle_ranks
+    from darelib.run.products import open_worker, settle_ranks
     from darelib.run.rounds import run_rounds
 
     started = time.perf_counter()

@@ -9,7 +9,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from darelib.config.settings import FULL, LEAVE_OUT
 from darelib.core.formats import DTYPES
 from darelib.core.text import ConfigError, DareError, count_of, list_names
 from darelib.core.tuning import TUNING
-from darelib.kernels.comparison import Comparison, compare_factors
 from darelib.models.checkpoint import (
     ARCHITECTURE,
     EMBEDDINGS,
@@ -42,9 +41,9 @@ from darelib.output.directory import (
     model_card,
     recipe_metadata,
 )
-from darelib.output.prepare import FilePlan, plan_files
+from darelib.output.prepare import FilePlan, Module, is_share, plan_files
 from darelib.output.tokenizer import SideFiles, TokenizerChoice
-from darelib.plan.tensors import TensorPlan, assign_offsets
+from darelib.plan.tensorplan import TensorPlan, assign_offsets
 
 # Tables of vectors, of which a change is no product of matrices: tokens', positions', distances'.
 TABLE: Final = re.compile(
@@ -62,48 +61,6 @@ CARD_KIND: Final = CardKind(
     "adapter", "peft", ("lora",), ", as a LoRA adapter", is_exact=False, names_all=False
 )
 REST_HINT: Final = "add --adapter-rest leave-out, or merge into a model"
-
-
-class Module(NamedTuple):
-    """A matrix of the base that the adapter changes by a product of two thin ones."""
-
-    name: str  # as the adapter calls it
-    rank: int
-    is_transposed: bool  # whether it is stored as inputs x outputs
-
-    def list_outputs(self, shape: tuple[int, ...], dtype: str) -> dict[str, TensorInfo]:
-        """The two factors, as PEFT has them: of a convolution, with its kernel in the first."""
-        outputs, *inputs = reversed(shape) if self.is_transposed else shape
-        points = (1,) * (len(shape) - 2)
-        return {
-            f"{PREFIX}{self.name}.lora_A.weight": TensorInfo(dtype, (self.rank, *inputs)),
-            f"{PREFIX}{self.name}.lora_B.weight": TensorInfo(dtype, (outputs, self.rank, *points)),
-        }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AdapterPlan(FilePlan):
-    """A merge into an adapter. Each tensor is one job, which makes all that is written for it."""
-
-    modules: Mapping[str, Module]  # by tensor; the others are held whole
-    version: str
-
-    def _starts(self, tensor: TensorPlan) -> range:
-        return range(0, tensor.length, max(1, tensor.length))
-
-    def find_comparison(self, tensor: TensorPlan) -> Comparison | None:
-        is_product = tensor.name in self.modules
-        return compare_factors if is_product else super().find_comparison(tensor)
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether the ranks depend on what the changes are like."""
-        return is_share(self.config.adapter_rank)
-
-
-def is_share(rank: float | str | None) -> bool:
-    """Whether a rank stands for a share of the energy."""
-    return isinstance(rank, float) and rank < 1
 
 
 def choose_planner(config: DareConfig) -> Callable[..., FilePlan]:
@@ -138,7 +95,7 @@ def plan_adapter(
     tokenizer: TokenizerChoice,
     version: str = __version__,
     with_side_files: bool = True,
-) -> AdapterPlan:
+) -> FilePlan:
     """What of the merge goes where. Ranks that depend on the changes are the largest there can be.
 
     with_side_files: as plan_files has it; here they are few, and always made.
@@ -181,10 +138,8 @@ def plan_adapter(
         )
         if some
     ]
-    known = {field.name: getattr(whole, field.name) for field in dataclasses.fields(whole)}
     warnings = (*whole.warnings, *notes, *find_renamed(inputs))
-    known |= {"tensors": tuple(chosen), "warnings": warnings}
-    plan = AdapterPlan(**known, modules=modules, version=version)
+    plan = dataclasses.replace(whole, tensors=tuple(chosen), warnings=warnings, modules=modules)
     return place_factors(plan, inputs)
 
 
@@ -389,7 +344,7 @@ def find_saved(rest: Sequence[str], modules: Mapping[str, Module], base: Checkpo
     return saved
 
 
-def place_factors(plan: AdapterPlan, inputs: Sequence[Checkpoint]) -> AdapterPlan:
+def place_factors(plan: FilePlan, inputs: Sequence[Checkpoint]) -> FilePlan:
     """Where everything goes, by the ranks of the modules."""
     dtype = DTYPES[plan.config.dtype] if plan.config.dtype else "F32"
     outputs = {
@@ -413,7 +368,7 @@ def place_factors(plan: AdapterPlan, inputs: Sequence[Checkpoint]) -> AdapterPla
     return dataclasses.replace(plan, side=dict(sorted(side.items())))
 
 
-def describe_adapter(plan: AdapterPlan, inputs: Sequence[Checkpoint]) -> dict[str, Any]:
+def describe_adapter(plan: FilePlan, inputs: Sequence[Checkpoint]) -> dict[str, Any]:
     """The adapter_config.json: alpha is the rank, so that the product is the change itself."""
     base = inputs[0]
     ranks = {module.name: module.rank for module in plan.modules.values()}

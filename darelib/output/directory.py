@@ -36,7 +36,7 @@ from darelib.output.tokenizer import (
     check_readable,
 )
 from darelib.plan.plan import find_seeds
-from darelib.plan.tensors import PlannedFile
+from darelib.plan.tensorplan import PlannedFile
 
 RECIPE_SEAL: Final = "# SHA-256 of what is above: "
 UNKNOWN_HINT: Final = "only what this tool has merged has a recipe"

@@ -28,7 +28,7 @@ from darelib.models.tensorfile import BINARY, SEEK_LOCK, open_regular
 
 if TYPE_CHECKING:
     from darelib.output.destination import Destination
-    from darelib.plan.tensors import PlannedFile
+    from darelib.plan.tensorplan import PlannedFile
 
 # In the folder beside the destination: the lock, and a folder of the merge's own with the new model
 # and what is noted of it.

@@ -14,17 +14,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from darelib import __version__
 from darelib.config import DareConfig, parse_size
 from darelib.core.text import ConfigError, DareError, human, list_names
 from darelib.core.tuning import TUNING
-from darelib.kernels.comparison import Comparison, compare_values
+from darelib.kernels.comparison import Comparison, compare_factors, compare_values
 from darelib.models.checkpoint import CLASS_KEY, Checkpoint
 from darelib.models.directories import CONFIG_FILE, DIFFUSERS_STEM, part_name
-from darelib.models.encodings import Encoding
+from darelib.models.encodings import Encoding, TensorInfo
 from darelib.models.inputs import explain_read_errors
+from darelib.models.peft import PREFIX
 from darelib.models.source import RECIPE_FILE
 from darelib.models.tensorfile import read_json
 from darelib.output.destination import (
@@ -59,10 +60,26 @@ from darelib.output.tokenizer import (
     place_generation,
     place_tokenizer,
 )
-from darelib.plan.checks import check_kinds
+from darelib.plan.checks import check_sample
 from darelib.plan.plan import MergePlan, count_threads, plan_merge
-from darelib.plan.relation import check_sample
-from darelib.plan.tensors import TensorPlan, assign_offsets
+from darelib.plan.tensorplan import TensorPlan, assign_offsets
+
+
+class Module(NamedTuple):
+    """A matrix of the base that an adapter changes by a product of two thin ones."""
+
+    name: str  # as the adapter calls it
+    rank: int
+    is_transposed: bool  # whether it is stored as inputs x outputs
+
+    def list_outputs(self, shape: tuple[int, ...], dtype: str) -> dict[str, TensorInfo]:
+        """The two factors, as PEFT has them: of a convolution, with its kernel in the first."""
+        outputs, *inputs = reversed(shape) if self.is_transposed else shape
+        points = (1,) * (len(shape) - 2)
+        return {
+            f"{PREFIX}{self.name}.lora_A.weight": TensorInfo(dtype, (self.rank, *inputs)),
+            f"{PREFIX}{self.name}.lora_B.weight": TensorInfo(dtype, (outputs, self.rank, *points)),
+        }
 
 
 @dataclass(frozen=True)
@@ -75,6 +92,9 @@ class FilePlan(MergePlan):
     free: int = 0  # bytes on the output's disk
     unfinished: bool = False  # whether an earlier merge to the same place left something
     replaces: int = 0  # bytes of what is at that place
+    # Of an adapter: the matrices that become factors, by tensor. Its other tensors are held whole.
+    modules: Mapping[str, Module] = dataclasses.field(default_factory=dict)
+    version: str = __version__  # that the recipe names
 
     @property
     def own_recipe(self) -> str:
@@ -89,17 +109,29 @@ class FilePlan(MergePlan):
 
     def find_comparison(self, tensor: TensorPlan) -> Comparison | None:
         """How values of a tensor are compared that are not the same everywhere; None: they are."""
+        if tensor.name in self.modules:
+            return compare_factors
         return compare_values if tensor.matrices else None
 
-    def part(self, numbers: Sequence[int]) -> Self:
+    @property
+    def is_measured(self) -> bool:
+        """Whether the ranks of an adapter depend on the changes."""
+        return bool(self.modules) and is_share(self.config.adapter_rank)
+
+    def _starts(self, tensor: TensorPlan) -> range:
+        """A tensor of an adapter is one job, which makes all that is written for it."""
+        whole = range(0, tensor.length, max(1, tensor.length))
+        return whole if self.modules else super()._starts(tensor)
+
+    def part(self, chosen: Sequence[int]) -> Self:
         """Some of the files, without what lies beside them: a tensor lies in one file, and files
         share nothing.
         """
-        own = [tensor for tensor in self.tensors if tensor.output.file in numbers]
+        own = [tensor for tensor in self.tensors if tensor.output.file in chosen]
         return dataclasses.replace(
             self,
-            tensors=tuple(tensor.move(numbers.index(tensor.output.file)) for tensor in own),
-            files=tuple(self.files[number] for number in numbers),
+            tensors=tuple(tensor.move(chosen.index(tensor.output.file)) for tensor in own),
+            files=tuple(self.files[file] for file in chosen),
             side={},
             threads=count_threads(self.config, own),
         )
@@ -123,6 +155,11 @@ class FilePlan(MergePlan):
             "jobs": TUNING.job_elements,
         }
         return dict(json.loads(json.dumps(whole)))
+
+
+def is_share(rank: float | str | None) -> bool:
+    """Whether a rank stands for a share of the energy."""
+    return isinstance(rank, float) and rank < 1
 
 
 def describe_files(inputs: Sequence[Checkpoint]) -> dict[str, dict[str, int]]:
@@ -166,9 +203,25 @@ def plan_files(
     name = None if destination.directory else destination.path.name
     metadata = recipe_metadata(recipe)
     tensors, files = assign_offsets(plan.tensors, limit, metadata, name, inputs[0].stems)
-    known = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
-    known |= {"tensors": tuple(tensors), "files": tuple(files)}
-    placed = FilePlan(**known, output=destination, tokenizer=tokenizer, recipe=recipe)
+    placed = FilePlan(
+        base=plan.base,
+        models=plan.models,
+        config=plan.config,
+        tensors=tuple(tensors),
+        threads=plan.threads,
+        seeds=plan.seeds,
+        warnings=plan.warnings,
+        missing=plan.missing,
+        extra=plan.extra,
+        mismatched=plan.mismatched,
+        repeats_base=plan.repeats_base,
+        embedding_rows=plan.embedding_rows,
+        files=tuple(files),
+        output=destination,
+        tokenizer=tokenizer,
+        recipe=recipe,
+        version=version,
+    )
     if not with_side_files:
         return placed
     warnings = [*plan.warnings, *compare_tokenizers(tokenizer, inputs, destination.directory)]
@@ -256,11 +309,9 @@ def plan_output(
 
     planner: of the kind of output, as plan_files is.
     """
-    if not config.any_base:
-        check_kinds(inputs)
     with explain_read_errors():
         plan = planner(config, inputs, destination, tokenizer)
-        check_sample(plan, inputs)
+        check_sample(plan.config, plan.changed, inputs)
     return check_place(plan, inputs, force)
 
 

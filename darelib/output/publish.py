@@ -32,13 +32,13 @@ from darelib.output.files import (
     write_synced,
 )
 from darelib.output.prepare import FilePlan
-from darelib.plan.tensors import PlannedFile
+from darelib.plan.tensorplan import PlannedFile
 
 # In the folder beside the destination, for an instant: the model that is replaced.
 REPLACED: Final = "replaced"
 
 
-class Part(Files):
+class OutputPart(Files):
     """Some files of an output, made by another process than the one that publishes it.
 
     A third process may make the same ones at the same time: both write the same bytes.

@@ -1,30 +1,32 @@
-"""What cannot be merged: other shapes and types, quantised modules, drops that must see more; and
-what a user should know, though nothing is wrong enough to refuse it.
+"""Refusals: what cannot be merged, once the table says what would become of each tensor; and bases
+whose weights show that the models were not fine-tuned from them.
 """
 
-import fnmatch
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final
 
-from darelib.config import DareConfig, Rule, count_layers
-from darelib.core.drops import DROPS, NONE, RANDOM, Thinning
+from darelib.config import DareConfig
+from darelib.config.settings import LAYER
+from darelib.core.drops import RANDOM
 from darelib.core.formats import FORMATS, is_counted
-from darelib.core.text import DareError, count_of, list_names
-from darelib.methods import DEFAULT, METHODS
+from darelib.core.text import ConfigError, DareError, count_of, list_names, nearest
+from darelib.methods import METHODS
 from darelib.models.checkpoint import (
+    HEADS,
     QUANTISE_HINT,
     compare_configs,
     module_of,
     quantised_modules,
 )
+from darelib.models.directories import MERGED_COMPONENTS
 from darelib.models.encodings import Described, TensorInfo
 from darelib.models.fp8 import UNREAD_HINTS
-from darelib.plan.buffers import AVERAGED, COPIED
-from darelib.plan.tensors import TensorPlan
+from darelib.plan.matching import COPIED, Match, Table, choose_components, find_buffer, is_quantised
+from darelib.plan.tensorplan import TensorPlan
 
 # A longer row would take more memory than all else.
 MAX_RANKED: Final = 1 << 20
-# What to do about tensors of other shapes: where only the number of rows differs, and elsewhere.
+# The ways out if only the number of rows differs, and if other sides do.
 ROWS_HINT: Final = (
     "for added tokens, --tokenizer union keeps them, --mismatch overlap merges the rows that both "
     "have, --mismatch base keeps the base's tensor; otherwise check that this is the right base"
@@ -35,145 +37,57 @@ WIDTH_HINT: Final = (
 )
 
 
-class Refusals:
-    """Checks models, and what they have of each tensor, against one base."""
+def check_table(
+    config: DareConfig, inputs: Sequence[Described], table: Table, looks_only: bool
+) -> None:
+    """Refuse what cannot be merged. If there are several faults, the most basic one is named.
 
-    def __init__(self, config: DareConfig, base: Described) -> None:
-        self.config = config
-        self.base = base
-        self._quantised = quantised_modules(base.tensors)
+    looks_only: nothing is merged, so models of other kinds are only warned of, and rules need not
+    make sense.
+    """
+    base, *models = inputs
+    check_components(config, base)
+    if not (config.any_base or looks_only):
+        check_kinds(inputs)
+    check_quantised(inputs, table.kept)  # which changes names, too
+    for model in models:
+        check_names(config, base, model)
+        check_merged(table.kept, base, model)
+    check_plain(config, base)
+    for tensor in table.tensors:
+        for match in table.matches[tensor.name] if tensor.buffer != COPIED else ():
+            check_shape(config, base, models[match.model], tensor, match)
+            check_type(base, models[match.model], tensor, match)
+    check_layers(config, inputs, table)
+    for tensor in table.tensors:
+        check_scaled(base, tensor, len(models))
+        for row, i in enumerate(tensor.models):
+            check_mask(models[i], tensor, row)
+            check_drop(models[i], tensor, row)
+    if not looks_only:
+        check_rules(config, table.tensors)
 
-    def check_names(self, model: Described) -> None:
-        """Refuse a model that shares less than half of the names with the base: what it has under
-        other names would be left out. An adapter has looked for its own.
-        """
-        common = len(model.tensors.keys() & self.base.tensors.keys())
-        fewest = min(len(model.tensors), len(self.base.tensors))
-        if common and (model.partial or self.config.any_base or 2 * common >= fewest):
-            return
-        mine, theirs = (
-            list_names([name for name in one.tensors if name not in other.tensors]) or "none"
-            for one, other in ((self.base, model), (model, self.base))
+
+# --- models --------------------------------------------------------------------------------------
+
+
+def check_components(config: DareConfig, base: Described) -> None:
+    """Refuse folders that a pipeline does not have, and a pipeline of which nothing is merged."""
+    known = base.components
+    chosen = choose_components(config, base)
+    for name in chosen:
+        if name not in known:
+            what = f"has no component {name!r} with weights" if known else "is no pipeline"
+            raise ConfigError(
+                f"components names {name!r}, and {base.name!r} {what}",
+                nearest(name, known) if known else "leave components out",
+            )
+    if known and not chosen:
+        raise ConfigError(
+            f"{base.name!r} has none of the components that are merged by themselves "
+            f"({', '.join(MERGED_COMPONENTS)}), but {list_names(known)}",
+            "name those to merge: --components NAME...",
         )
-        words = f"only {common:,} of its {len(model.tensors):,} tensors" if common else "no tensor"
-        insist = "; add --any-base to merge only what both have" if common else ""
-        raise DareError(
-            f"{model.name!r} has {words} in common with {self.base.name!r}",
-            f"the base has {mine}, and it {theirs}{insist}",
-        )
-
-    def check_shapes(
-        self, name: str, info: TensorInfo, theirs: TensorInfo, model: Described
-    ) -> None:
-        """Refuse tensors of different shapes, unless the user has said what to do with them and
-        that can be done.
-        """
-        by_rows = len(info.shape) == len(theirs.shape) > 0 and info.shape[1:] == theirs.shape[1:]
-        is_allowed = self.config.mismatch == "base" or (
-            self.config.mismatch == "overlap" and by_rows
-        )
-        if info.shape == theirs.shape or is_allowed:
-            return
-        hint = WIDTH_HINT
-        if model.partial:
-            hint = "give the model that the adapter was trained on"
-        elif by_rows:
-            hint = ROWS_HINT
-        raise DareError(
-            f"tensor {name!r} is {list(info.shape)} in {self.base.name!r} and {list(theirs.shape)} "
-            f"in {model.name!r}",
-            hint,
-        )
-
-    def check_types(
-        self, name: str, info: TensorInfo, theirs: TensorInfo, model: Described
-    ) -> None:
-        mixed = (theirs.dtype in FORMATS) != (info.dtype in FORMATS)
-        if mixed and not is_counted(name, (info.dtype, theirs.dtype)):
-            raise DareError(
-                f"tensor {name!r} is {info.dtype} in {self.base.name!r} and {theirs.dtype} in "
-                f"{model.name!r}",
-                f"only {', '.join(FORMATS)} tensors can be merged, with one another",
-            )
-
-    def check_mask(self, name: str, theirs: TensorInfo, mask_name: str, model: Described) -> None:
-        """A packed model's mask was drawn when it was packed, and its head may have been tied then,
-        or not.
-        """
-        known = theirs.encoding.mask_name
-        if known not in (None, mask_name):
-            raise DareError(
-                f"{model.name!r} was packed with {name!r} thinned like {known!r}, and "
-                f"now it is merged like {mask_name!r}: the base's configuration says otherwise "
-                "about tied embeddings",
-                "give the base with the configuration that it had then, or the model itself",
-            )
-
-    def check_drop(
-        self, name: str, theirs: TensorInfo, model: Described, method: str, thinning: Thinning
-    ) -> None:
-        """Refuse a drop or a method that must see more of a tensor than there is."""
-        needy = {
-            f"drop {thinning.drop}": thinning.drop != RANDOM,
-            "rescale l1": thinning.restores_sum,
-            f"method {method}": theirs.encoding.drop_rate and METHODS[method].sees_dropped,
-        }
-        what = next((what for what, sees_all in needy.items() if sees_all), None)
-        if what and theirs.encoding.mask_name is not None:
-            raise DareError(
-                f"{model.name!r} is packed, and {what} must see all of {name!r}",
-                "give the model itself, or use other settings",
-            )
-        width = self.base.tensors[name].width
-        if thinning.scheme.thresholds and theirs.count and width > MAX_RANKED:
-            raise DareError(
-                f"drop {thinning.drop} ranks the entries of a row, and those of {name!r} have "
-                f"{width:,}, more than {MAX_RANKED:,}",
-                f"give it another drop: --rule '{name}:drop=\"{RANDOM}\"'",
-            )
-
-    def is_quantised(self, name: str) -> bool:
-        info = self.base.tensors.get(name)
-        is_part = module_of(name) in self._quantised and not name.endswith("bias")
-        return is_part or (info is not None and not info.encoding.merges)
-
-    def check_quantised(self, model: Described, kept: Collection[str]) -> None:
-        """Refuse to merge a quantised model with one that is not, or is in another way.
-
-        kept: the folders of a pipeline that are not merged.
-        """
-        quantised = quantised_modules(model.tensors)
-        for name, info in model.tensors.items():
-            mine = self.base.tensors.get(name)
-            if (mine or info).folder in kept:
-                continue
-            first, second, stored = (model, self.base, info)
-            is_odd = module_of(name) in quantised and not name.endswith("bias")
-            if self.is_quantised(name):
-                first, second, stored = (self.base, model, mine or info)
-                is_odd = mine is None or (mine.dtype, mine.shape) != (info.dtype, info.shape)
-            if is_odd:
-                weight = self.base.tensors.get(f"{module_of(name)}.weight", stored)
-                hint = weight.encoding.hint or UNREAD_HINTS.get(stored.dtype, QUANTISE_HINT)
-                raise DareError(
-                    f"{first.name!r} is quantised, and {second.name!r} is not in the same way: "
-                    f"see {name!r}",
-                    hint,
-                )
-
-    def check_plain(self) -> None:
-        """Refuse to write half of a quantised model in another type: it would be neither one nor
-        the other.
-        """
-        weights = [name for name in self.base.tensors if name.endswith("weight")]
-        odd = next(filter(self.is_quantised, weights), None)
-        is_read = any(info.encoding.kind for info in self.base.tensors.values())
-        if self.config.dtype and odd and is_read:
-            raise DareError(
-                f"{odd!r} of {self.base.name!r} is quantised in a way that is not read, so not all "
-                f"can be {self.config.dtype}",
-                "leave --dtype out",
-            )
 
 
 def check_kinds(inputs: Sequence[Described]) -> None:
@@ -192,145 +106,295 @@ def check_kinds(inputs: Sequence[Described]) -> None:
                 )
 
 
+def check_quantised(inputs: Sequence[Described], kept: set[str]) -> None:
+    """Refuse to merge a quantised model with one that is not, or is in another way."""
+    base, *models = inputs
+    modules = quantised_modules(base.tensors)
+    for model in models:
+        theirs = quantised_modules(model.tensors)
+        for name, info in model.tensors.items():
+            mine = base.tensors.get(name)
+            if (mine or info).folder in kept:
+                continue
+            first, second, stored = (model, base, info)
+            is_odd = module_of(name) in theirs and not name.endswith("bias")
+            if is_quantised(name, base.tensors, modules):
+                first, second, stored = (base, model, mine or info)
+                is_odd = mine is None or (mine.dtype, mine.shape) != (info.dtype, info.shape)
+            if is_odd:
+                weight = base.tensors.get(f"{module_of(name)}.weight", stored)
+                hint = weight.encoding.hint or UNREAD_HINTS.get(stored.dtype, QUANTISE_HINT)
+                raise DareError(
+                    f"{first.name!r} is quantised, and {second.name!r} is not in the same way: "
+                    f"see {name!r}",
+                    hint,
+                )
+
+
+def check_names(config: DareConfig, base: Described, model: Described) -> None:
+    """Refuse a model that shares less than half of the names with the base. Its other tensors
+    would be left out. Adapters match their own names.
+    """
+    common = len(model.tensors.keys() & base.tensors.keys())
+    fewest = min(len(model.tensors), len(base.tensors))
+    if common and (model.partial or config.any_base or 2 * common >= fewest):
+        return
+    mine, theirs = (
+        list_names([name for name in one.tensors if name not in other.tensors]) or "none"
+        for one, other in ((base, model), (model, base))
+    )
+    words = f"only {common:,} of its {len(model.tensors):,} tensors" if common else "no tensor"
+    insist = "; add --any-base to merge only what both have" if common else ""
+    raise DareError(
+        f"{model.name!r} has {words} in common with {base.name!r}",
+        f"the base has {mine}, and it {theirs}{insist}",
+    )
+
+
+def check_merged(kept: set[str], base: Described, model: Described) -> None:
+    """Refuse a model of which nothing would be merged."""
+    common = (name for name in model.tensors if kept and name in base.tensors)
+    folders = {base.tensors[name].folder for name in common}
+    if folders and folders <= kept:
+        raise ConfigError(
+            f"{model.name!r} has nothing but {list_names(sorted(folders))}, which is not merged",
+            f"ask for it: --components {' '.join(sorted(folders))}",
+        )
+
+
+def check_plain(config: DareConfig, base: Described) -> None:
+    """Refuse to write half of a quantised model in another type."""
+    is_read = any(info.encoding.kind for info in base.tensors.values())
+    if not config.dtype or not is_read:
+        return
+    modules = quantised_modules(base.tensors)
+    for name in base.tensors:
+        if name.endswith("weight") and is_quantised(name, base.tensors, modules):
+            raise DareError(
+                f"{name!r} of {base.name!r} is quantised in a way that is not read, so not all "
+                f"can be {config.dtype}",
+                "leave --dtype out",
+            )
+
+
+def check_layers(config: DareConfig, inputs: Sequence[Described], table: Table) -> None:
+    """Refuse a base that lacks weights of its own layers which all models have.
+
+    Adapters, packed models and parts of models do not say what a whole model has.
+    """
+    base, *models = inputs
+    whole = [
+        i
+        for i, model in enumerate(models)
+        if not model.partial and not model.outside and model.seed is None
+    ]
+    if config.any_base or not whole:
+        return
+    common = set.intersection(*(set(table.extra[i]) for i in whole))
+    first = models[whole[0]]
+    missing = [name for name in first.tensors if name in common]
+    if not missing:
+        return
+    modules = {module_of(name) for name in base.tensors}
+    layers = {match[0] for match in map(LAYER.match, base.tensors) if match}
+    own = [name for name in missing if is_own(name, first.tensors[name], modules, layers)]
+    if own:
+        raise DareError(
+            f"{base.name!r} lacks {count_of(len(own), 'tensor')} of its own layers: "
+            f"{list_names(own)}; every model has them",
+            "give the complete base, or add --any-base to leave them out",
+        )
+
+
+def is_own(name: str, info: TensorInfo, modules: set[str], layers: set[str]) -> bool:
+    """Whether a weight that the base lacks belongs to one of its modules or numbered layers.
+
+    Heads are no such modules: some libraries store their biases twice. Scalars are rarely used.
+    """
+    is_weight = info.shape and info.encoding.merges and info.dtype in FORMATS
+    if not is_weight or find_buffer(name, info.shape):
+        return False
+    module = module_of(name)
+    layer = LAYER.match(name)
+    is_head = f"{module}.weight".endswith(HEADS)
+    return (module in modules and not is_head) or bool(layer and layer[0] in layers)
+
+
+# --- tensors -------------------------------------------------------------------------------------
+
+
+def check_shape(
+    config: DareConfig, base: Described, model: Described, tensor: TensorPlan, match: Match
+) -> None:
+    """Refuse tensors of different shapes, unless the user has said what to do with them and
+    that can be done.
+    """
+    mine = tensor.base.shape
+    theirs = match.info.shape
+    by_rows = len(mine) == len(theirs) > 0 and mine[1:] == theirs[1:]
+    is_allowed = config.mismatch == "base" or (config.mismatch == "overlap" and by_rows)
+    if mine == theirs or is_allowed:
+        return
+    hint = WIDTH_HINT
+    if model.partial:
+        hint = "give the model that the adapter was trained on"
+    elif by_rows:
+        hint = ROWS_HINT
+    raise DareError(
+        f"tensor {tensor.name!r} is {list(mine)} in {base.name!r} and {list(theirs)} "
+        f"in {model.name!r}",
+        hint,
+    )
+
+
+def check_type(base: Described, model: Described, tensor: TensorPlan, match: Match) -> None:
+    mine = tensor.base.dtype
+    theirs = match.info.dtype
+    is_mixed = (theirs in FORMATS) != (mine in FORMATS)
+    if is_mixed and not is_counted(tensor.name, (mine, theirs)):
+        raise DareError(
+            f"tensor {tensor.name!r} is {mine} in {base.name!r} and {theirs} in {model.name!r}",
+            f"only {', '.join(FORMATS)} tensors can be merged, with one another",
+        )
+
+
+def check_scaled(base: Described, tensor: TensorPlan, models: int) -> None:
+    """Refuse to scale a quantised tensor of a base that is alone."""
+    keeps_base = METHODS[tensor.settings.method].keeps_base(tensor.settings)
+    if tensor.quantised and not models and not keeps_base:
+        raise DareError(
+            f"tensor {tensor.name!r} of {base.name!r} is quantised, so it cannot be scaled",
+            "leave its scale out, or scale the model before it is quantised",
+        )
+
+
+def check_mask(model: Described, tensor: TensorPlan, row: int) -> None:
+    """Refuse a packed model whose mask was drawn by another name: its head was tied when it was
+    packed and is not now, or the other way round.
+    """
+    _, theirs = tensor.finetuned[row]
+    known = theirs.encoding.mask_name
+    if known not in (None, tensor.mask_names[row]):
+        raise DareError(
+            f"{model.name!r} was packed with {tensor.name!r} thinned like {known!r}, "
+            f"and now it is merged like {tensor.mask_names[row]!r}: the base's configuration says "
+            "otherwise about tied embeddings",
+            "give the base with the configuration that it had then, or the model itself",
+        )
+
+
+def check_drop(model: Described, tensor: TensorPlan, row: int) -> None:
+    """Refuse a drop or a method that needs entries which a packed model does not hold, and a drop
+    that ranks too long rows.
+    """
+    i, theirs = tensor.finetuned[row]
+    method = tensor.settings.method
+    thinning = tensor.settings.thinnings[i]
+    needy = {
+        f"drop {thinning.drop}": thinning.drop != RANDOM,
+        "rescale l1": thinning.restores_sum,
+        f"method {method}": theirs.encoding.drop_rate and METHODS[method].sees_dropped,
+    }
+    what = next((what for what, sees_all in needy.items() if sees_all), None)
+    if what and theirs.encoding.mask_name is not None:
+        raise DareError(
+            f"{model.name!r} is packed, and {what} must see all of {tensor.name!r}",
+            "give the model itself, or use other settings",
+        )
+    width = tensor.base.width
+    if thinning.scheme.thresholds and theirs.count and width > MAX_RANKED:
+        raise DareError(
+            f"drop {thinning.drop} ranks the entries of a row, and those of {tensor.name!r} have "
+            f"{width:,}, more than {MAX_RANKED:,}",
+            f"give it another drop: --rule '{tensor.name}:drop=\"{RANDOM}\"'",
+        )
+
+
 def check_rules(config: DareConfig, tensors: Sequence[TensorPlan]) -> None:
-    """Refuse a rule that would thin what is no weight, where it is for nothing else."""
-    weights = {id(tensor.rule) for tensor in tensors if not tensor.buffer}
+    """Refuse a rule that would thin buffers and matches no weight."""
+    used = {id(tensor.rule) for tensor in tensors if not tensor.buffer}
     for tensor in tensors:
         rule = tensor.rule
-        if rule and rule.drop_rate not in (None, 0) and id(rule) not in weights:
-            number = next(k for k, each in enumerate(config.typed_rules, 1) if each is rule)
+        if rule and rule.drop_rate not in (None, 0) and id(rule) not in used:
+            k = next(k for k, each in enumerate(config.typed_rules, 1) if each is rule)
             raise DareError(
-                f"rule {number} drops entries of {tensor.name!r}, which is no weight: it is "
-                f"{tensor.buffer}",
+                f"rule {k} drops entries of {tensor.name!r}, which is a buffer, not a weight: it "
+                f"is {tensor.buffer}",
                 "leave drop_rate out of that rule; weights and lambda_coeff apply to what is "
                 "averaged, and lambda_coeff = 0 keeps the base's",
             )
 
 
-# --- warnings ------------------------------------------------------------------------------------
+# --- whether a base is the models' own -----------------------------------------------------------
+
+# Fine-tuning changes weights by a few percent. Two unrelated models differ by sqrt(2) times the
+# size of either, and by more than the base's size even if the other is far smaller.
+UNRELATED_RATIO: Final = 1.0
+# A toy may be trained so long that nothing of its base is left: smaller models are only warned of.
+LEAST_PARAMETERS: Final = 1_000_000
+# What is read of each model before there is any work: about 1 MiB. So many values show a
+# difference of one percent.
+PAGES: Final = 16
+PAGE_VALUES: Final = 1 << 14
+# How many of the pages must show it: some tensors may have been trained anew.
+FAR_PAGES: Final = 12
 
 
-def find_odd_settings(
+def check_distance(
     config: DareConfig,
-    inputs: Sequence[Described],
-    tensors: Sequence[TensorPlan],
-    seeds: Sequence[int],
-) -> Iterator[str]:
-    base, *models = inputs
-    used = {id(t.rule) for t in tensors if t.buffer != COPIED or not t.settings.lambda_coeff}
-    for k, rule in enumerate(config.typed_rules, 1):
-        if id(rule) not in used:
-            yield f"rule {k} ({list_names(rule.match)}) {explain_unused(rule, base)}"
-    if averaged := [t.name for t in tensors if t.merged and t.buffer == AVERAGED]:
-        count = count_of(len(averaged), "running statistic")
-        yield f"{count} of the models will be averaged, not thinned: {list_names(averaged)}"
-    settings = {id(tensor.settings): tensor.settings for tensor in tensors}.values()
-    thinnings = {thinning for each in settings for thinning in each.thinnings}
-    weak = [t for t in thinnings if t.rescale == NONE != DROPS[t.drop].rescale and t.drop_rate > 0]
-    if weak:
-        most = max(weak, key=lambda thinning: thinning.drop_rate)
-        yield (
-            f"rescale is off: with {most.drop_rate:g} of a delta dropped, what is left is "
-            f"{1 / most.keep_rate:.3g} times too weak"
-        )
-    yield from find_weak_adapters(config, models)
-    if not models and (idle := list_idle(config)):
-        verb = "have" if len(idle) > 1 else "has"
-        yield f"{' and '.join(idle)} {verb} no effect: without models there are no deltas"
-    if config.has_gradients and not count_layers(base.tensors):
-        yield (
-            "no tensor's name has the number of a layer in it, so each gradient has its first "
-            "value everywhere"
-        )
-    for i, seed in enumerate(seeds):
-        if seed in seeds[:i]:
-            first = models[seeds.index(seed)].name
-            yield (
-                f"{first} and {models[i].name} have one seed, {seed}, so that the same entries are "
-                "dropped of both; give another --seed, or if it is a packed one's, pack that again "
-                "with another"
-            )
+    base: Described,
+    model: Described,
+    parameters: int,
+    delta: float,
+    weight: float,
+) -> None:
+    """Refuse a base whose weights are farther from a fine-tune's than zeros would be: it is surely
+    another model's. delta and weight: their mean sizes.
 
-
-def list_idle(config: DareConfig) -> list[str]:
-    """The settings of deltas that ask for something, for all tensors or by a rule."""
-    plain: dict[str, tuple[object, ...]] = {
-        "drop_rate": (0,),
-        "drop": (RANDOM,),
-        "rescale": (True,),
-        "rescale_q": (),
-        "lambda_coeff": (1,),
-    }
-    holders = (config, *config.typed_rules)
-    return [
-        name
-        for name, values in plain.items()
-        if any(getattr(holder, name) not in (None, *values) for holder in holders)
-    ]
-
-
-def find_weak_adapters(config: DareConfig, models: Sequence[Described]) -> Iterator[str]:
-    """What defaults, which are made for fine-tunes, do to adapters, and what adds them whole."""
-    adapters = [model.name for model in models if model.partial]
-    own = config.general(len(models))
-    effects: list[str] = []
-    flags: list[str] = []
-    drops = config.drop_rate is None and any(own.drop_rates)
-    if drops:
-        rates = [0 if m.partial else rate for m, rate in zip(models, own.drop_rates, strict=True)]
-        effects.append(f"lose {max(own.drop_rates):.0%} of the entries of their change")
-        flags.append(f"--drop-rate {' '.join(map(str, rates if any(rates) else rates[:1]))}")
-    is_shared = config.weights is None and not config.normalize and len(models) > 1
-    if config.method == DEFAULT and is_shared:
-        weights = [1 if m.partial else w for m, w in zip(models, own.weights, strict=True)]
-        effects.append(f"are weighted by {own.weights[0]:.3g}")
-        flags.append(f"--weights {' '.join(f'{weight:.4g}' for weight in weights)}")
-    is_baked = config.method == DEFAULT and len(adapters) == len(models)
-    if is_baked and drops:
-        flags = ["--bake"]
-    if adapters and effects:
-        yield (
-            f"LoRA adapters ({list_names(adapters)}) {' and '.join(effects)}; to bake them at "
-            f"strength 1, add {' '.join(flags)}"
+    An adapter changes any base alike, and a base of zeros is given on purpose.
+    """
+    is_certain = not model.partial and parameters >= LEAST_PARAMETERS
+    if is_certain and delta > UNRELATED_RATIO * weight > 0 and not config.any_base:
+        raise DareError(
+            f"{base.name!r} is not the base of {model.name!r}: the mean |delta| is {delta:.3g}, "
+            f"and the mean |weight| {weight:.3g}",
+            "give the model that it was fine-tuned from, or add --any-base (any_base = true) if "
+            "you know that they fit",
         )
 
 
-def find_odd_inputs(config: DareConfig, inputs: Sequence[Described]) -> Iterator[str]:
+def check_sample(
+    config: DareConfig, changed: Sequence[TensorPlan], inputs: Sequence[Described]
+) -> None:
+    """Refuse such a base before there is any work, if pages of the weights show it."""
+    import numpy as np
+
     base, *models = inputs
     for i, model in enumerate(models):
-        if model.is_same_as(base) and not config.averages:
-            yield f"{model.name} is the base itself, given as a model to merge"
-        if any(model.is_same_as(earlier) for earlier in models[:i]):
-            yield f"{model.name} is given more than once; each time counts fully"
-        if differences := compare_configs(base.config, model.config):
-            yield (
-                f"{model.name} is configured differently from {base.name}: "
-                f"{', '.join(differences.values())}; check that it was fine-tuned from it"
-            )
+        # A packed model has the digests of its base.
+        common = [] if model.partial or model.seed is not None else list_common(changed, i)
+        parameters = sum(mine.count for _, mine, _ in common)
+        if config.any_base or parameters < LEAST_PARAMETERS:
+            continue
+        sizes = np.zeros((PAGES, 2))
+        for k in range(PAGES):
+            place, rest = divmod(k * len(common), PAGES)
+            name, mine, theirs = common[place]
+            length = min(PAGE_VALUES, mine.count)
+            start = (mine.count - length) * rest // PAGES
+            own = base.sample(name, mine, start, length)
+            with np.errstate(all="ignore"):  # the merge finds values that are not finite
+                delta = model.sample(name, theirs, start, length) - own
+                sizes[k] = abs(delta).mean(dtype=float), abs(own).mean(dtype=float)
+        if (sizes[:, 0] > UNRELATED_RATIO * sizes[:, 1]).sum() >= FAR_PAGES:
+            check_distance(config, base, model, parameters, *sizes.mean(axis=0).tolist())
 
 
-def find_odd_names(name: str, missing: Sequence[str], extra: Sequence[str]) -> Iterator[str]:
-    if missing:
-        count = count_of(len(missing), "tensor")
-        yield f"{name} lacks {count} of the base: {list_names(missing)}; unchanged"
-    if extra:
-        count = count_of(len(extra), "tensor")
-        yield f"{name} has {count} that the base lacks: {list_names(extra)}; ignored"
-
-
-def find_samples(inputs: Sequence[Described]) -> Iterator[str]:
-    for model in inputs:
-        if any(info.encoding.share < 1 for info in model.tensors.values()):
-            yield (
-                f"{model.name} is packed, so its figures are those of the entries that it holds, a "
-                "random sample"
-            )
-
-
-def explain_unused(rule: Rule, base: Described) -> str:
-    if any(map(rule.matches, base.tensors)):
-        return "matches only tensors that an earlier rule takes, or that are copied from the base"
-    for pattern in rule.match:
-        if fnmatch.filter(base.tensors, f"*{pattern}*"):
-            return f"matches no tensor; did you mean {f'*{pattern}*'!r}?"
-    return "matches no tensor"
+def list_common(changed: Sequence[TensorPlan], i: int) -> list[tuple[str, TensorInfo, TensorInfo]]:
+    """The matrices that a model has by the base's name, in its shape."""
+    return [
+        (tensor.name, tensor.base, info)
+        for tensor in changed
+        for (k, info), own in zip(tensor.finetuned, tensor.mask_names, strict=True)
+        if (k, own) == (i, tensor.name) and info.shape == tensor.base.shape and len(info.shape) > 1
+    ]

@@ -14,15 +14,13 @@ from darelib.core.tuning import TUNING, count_cores
 from darelib.kernels import KernelSpec
 from darelib.methods.looks import Look
 from darelib.models.encodings import Described
-from darelib.plan.checks import (
-    check_rules,
-    find_odd_inputs,
-    find_odd_names,
-    find_odd_settings,
-    find_samples,
-)
+from darelib.plan.checks import check_table
 from darelib.plan.matching import Matcher
-from darelib.plan.tensors import PlannedFile, TensorPlan
+from darelib.plan.tensorplan import PlannedFile, TensorPlan
+from darelib.plan.warnings import list_warnings
+
+# The kinds of jobs: look at a range before the merge, solve a whole matrix, merge a range, copy it.
+LOOK, SOLVE, MERGE, COPY = "look", "solve", "merge", "copy"
 
 
 @dataclass(frozen=True)
@@ -31,11 +29,12 @@ class Job:
     ranges.
     """
 
-    number: int
+    order: int  # among the jobs of its round
     tensor: TensorPlan
     start: int
     stop: int
-    look_pass: int | None = None  # None: merge and write; else only look
+    kind: str
+    look_pass: int = 0  # of a look, or of what is solved
 
     @property
     def bytes_read(self) -> int:
@@ -69,7 +68,7 @@ class MergePlan:
 
     @cached_property
     def chunk(self) -> int:
-        """Elements at a time: what fits the buffers' budget, as a power of two.
+        """Elements at a time: a power of two that fits the buffers' budget.
 
         The output does not depend on it.
         """
@@ -108,25 +107,24 @@ class MergePlan:
         self,
         tensors: Sequence[TensorPlan],
         done: Collection[tuple[str, int]] = (),
-        look_pass: int | None = None,
-        is_whole: bool = False,
+        kind: str = MERGE,
+        look_pass: int = 0,
     ) -> Iterator[Job]:
-        """done: the tensors and starts of the jobs that need not be run again. is_whole: jobs are
-        whole matrices.
-        """
-        number = 0
+        """done: the tensors and starts of the jobs that need not be run again."""
+        order = 0
         for tensor in tensors:
             # Looks add up by chunks, whose starts are the same for all tensors.
             starts = range(0, tensor.length, TUNING.job_elements)
-            if look_pass is None:
+            if kind == MERGE:
                 starts = self._starts(tensor)
-            elif is_whole and tensor.matrices:
+            elif kind == SOLVE and tensor.matrices:
                 starts = range(0, tensor.length, tensor.matrices.size)
+            own = COPY if kind == MERGE and not tensor.merged else kind
             for start in starts:
                 if (tensor.name, start) not in done:
                     stop = min(start + starts.step, tensor.length)
-                    yield Job(number, tensor, start, stop, look_pass)
-                    number += 1
+                    yield Job(order, tensor, start, stop, own, look_pass)
+                    order += 1
 
     def _starts(self, tensor: TensorPlan) -> range:
         step = tensor.encoding.find_step(tensor.base)
@@ -137,7 +135,7 @@ class MergePlan:
         again, merge.
         """
         enough = TUNING.ranked_elements if self.ranked else TUNING.batch_elements
-        if any(tensor.matrices for tensor in self.tensors):  # whose changes wait in memory
+        if any(tensor.matrices for tensor in self.tensors):  # their changes wait in memory
             enough = min(enough, TUNING.matrix_elements * max(1, self.threads // 2))
         batch: list[TensorPlan] = []
         elements = 0
@@ -156,10 +154,10 @@ class MergePlan:
     ) -> Iterator[Iterator[Job]]:
         for k in range(max((self.passes[t.name] for t in batch), default=0)):
             own = [tensor for tensor in batch if k < self.passes[tensor.name]]
-            for is_whole in (False, True):
-                chosen = [tensor for tensor in own if tensor.takes_matrices(k) == is_whole]
-                if chosen:
-                    yield self.jobs(chosen, (), k, is_whole)
+            for kind in (LOOK, SOLVE):
+                is_whole = kind == SOLVE
+                if chosen := [t for t in own if t.list_passes()[k][0].whole == is_whole]:
+                    yield self.jobs(chosen, (), kind, k)
         if batch:
             yield self.jobs(batch, done)
 
@@ -167,38 +165,30 @@ class MergePlan:
 def plan_merge(
     config: DareConfig, inputs: Sequence[Described], looks_only: bool = False
 ) -> MergePlan:
-    """looks_only: nothing is merged, so that settings need not fit."""
+    """First say what becomes of each tensor, then check that. looks_only: nothing is merged, so
+    settings need not make sense.
+    """
     base, *models = inputs
-    settled = config.settle_rates([model.seed is not None for model in models])
-    matcher = Matcher(settled, inputs)
     if looks_only and not models:
         raise ConfigError("there are no models to look at", "give --merge MODEL...")
+    settled = config.settle_rates([model.seed is not None for model in models])
+    matcher = Matcher(settled, inputs)
+    table = matcher.make_table()
+    check_table(config, inputs, table, looks_only)
     seeds = find_seeds(config, inputs)
-    compared = [matcher.compare_names(i) for i in range(len(models))]
-    missing = tuple(lacking for lacking, _ in compared)
-    extra = tuple(unknown for _, unknown in compared)
-    warnings = [*base.warnings, *find_odd_inputs(config, inputs)]
-    for model, lacking, unknown in zip(models, missing, extra, strict=True):
-        warnings += find_odd_names(model.name, lacking, unknown)
-    if not looks_only:
-        check_rules(config, matcher.tensors)
-        warnings += find_odd_settings(config, inputs, matcher.tensors, seeds)
-    warnings += matcher.warnings()
-    if looks_only:
-        warnings += find_samples(inputs)
     return MergePlan(
         base=base.name,
         models=tuple(model.name for model in models),
         config=settled,
-        tensors=tuple(matcher.tensors),
-        threads=count_threads(config, matcher.tensors),
+        tensors=tuple(table.tensors),
+        threads=count_threads(config, table.tensors),
         seeds=seeds,
-        warnings=tuple(warnings),
-        missing=missing,
-        extra=extra,
-        mismatched=tuple(map(tuple, matcher.mismatched)),
+        warnings=tuple(list_warnings(config, inputs, table, seeds, looks_only)),
+        missing=table.missing,
+        extra=table.extra,
+        mismatched=table.mismatched,
         repeats_base=tuple(model.is_same_as(base) for model in models),
-        embedding_rows=matcher.embedding_rows(),
+        embedding_rows=matcher.count_embedding_rows(),
     )
 
 

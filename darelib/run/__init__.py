@@ -27,9 +27,9 @@ def check_runner(runner: str = "threads", part: Any = None, ray_address: str | N
         )
 
 
-def load_memory() -> ModuleType:
+def load_in_memory() -> ModuleType:
     try:
-        from darelib.run import memory
+        from darelib.run import in_memory
     except ModuleNotFoundError:
         raise DareError("tensors in memory need torch", install_hint("torch")) from None
-    return memory
+    return in_memory

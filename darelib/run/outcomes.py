@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, NamedTuple, Self, TypeVar
 
+from numpy.typing import NDArray
+
 from darelib.core.text import list_names
 from darelib.models.encodings import Described
+from darelib.plan.checks import check_distance
 from darelib.plan.plan import MergePlan
-from darelib.plan.relation import check_distance
 
 Sums = TypeVar("Sums", bound=NamedTuple)
 
@@ -22,7 +24,7 @@ class Tally(NamedTuple):
     peak: float = 0.0
     above: int = 0
     kept: int = 0
-    expected: float = 0.0  # what the masks' thresholds say should be kept
+    expected: float = 0.0  # entries that the keep rates say should be kept
     base_sum: float = 0.0
 
     @property
@@ -31,7 +33,7 @@ class Tally(NamedTuple):
 
 
 def sum_fields(parts: Iterable[Sums]) -> Sums:
-    """Sums that are all of one kind, added up one after the other; of their peaks, the largest.
+    """Sums of one kind, added up one after the other; of peaks, the largest.
 
     Not by sum(), whose rounding depends on the version of Python.
     """
@@ -53,6 +55,7 @@ class Outcome:
     differing: set[int] = field(default_factory=set)
     # Of a change that was written as a product: the sums of squares that it keeps, and of all.
     energy: tuple[float, float] | None = None
+    rank: int | None = None  # that holds enough of a change, where that is to be found out
 
     def as_entry(self) -> list[Any]:
         """For the journal."""
@@ -68,10 +71,25 @@ class Outcome:
         return cls(tensor, start, bytes_read, read, set(differing), kept)
 
 
+@dataclass
+class MatrixChange:
+    """The merged change of a tensor that is solved by matrices, and what was counted: by the first
+    element of each matrix.
+    """
+
+    parts: dict[int, NDArray[Any]] = field(default_factory=dict)
+    tallies: dict[int, dict[int, Tally]] = field(default_factory=dict)
+
+    def sum_tallies(self) -> dict[int, Tally]:
+        """The tallies of the whole tensor, by model."""
+        counted = [self.tallies[start] for start in sorted(self.tallies)]
+        return {i: sum_fields(each[i] for each in counted) for i in counted[0]}
+
+
 def check_related(
     plan: MergePlan, inputs: Sequence[Described], outcomes: Sequence[Outcome]
 ) -> None:
-    """Refuse a base that all of its weights show to be another model's."""
+    """Refuse a base if all its weights show that it is another model's."""
     base, *models = inputs
     for i, model in enumerate(models):
         tallies = [outcome.tallies[i] for outcome in outcomes if i in outcome.tallies]

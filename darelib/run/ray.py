@@ -57,10 +57,10 @@ def run(order: Order) -> tuple[FilePlan, list[Outcome]]:
     def run_shards(output: Output) -> list[Outcome]:
         outcomes = list_done(plan, output)
         done = {(outcome.tensor, outcome.start) for outcome in outcomes}
-        shards = [plan.part([number]) for number in range(len(plan.files))]
+        shards = [plan.part([file]) for file in range(len(plan.files))]
         todo = {
-            number: shard.bytes_to_read
-            for number, shard in enumerate(shards)
+            file: shard.bytes_to_read
+            for file, shard in enumerate(shards)
             if any(shard.jobs(shard.tensors, done))
         }
         own = {tensor.name for tensor in plan.tensors if tensor.output.file in todo}
@@ -71,9 +71,9 @@ def run(order: Order) -> tuple[FilePlan, list[Outcome]]:
         ):
             order.interrupts.hold()
             advance(plan.bytes_to_read - sum(todo.values()))
-            for number, entries in run_tasks(ray, list(todo), task, order.interrupts):
+            for file, entries in run_tasks(ray, list(todo), task, order.interrupts):
                 outcomes += map(Outcome.of_entry, entries)
-                advance(todo[number])
+                advance(todo[file])
         return outcomes
 
     return publish(order, run_shards)
@@ -126,9 +126,9 @@ def connect(ray: Any, address: str | None) -> Iterator[None]:
 
 
 def run_tasks(
-    ray: Any, numbers: Sequence[int], task: Task, interrupts: Interrupts
+    ray: Any, files: Sequence[int], task: Task, interrupts: Interrupts
 ) -> Iterator[tuple[int, list[Any]]]:
-    """Make these files. Gives each one's number and what was found, as they are finished.
+    """Make these files. Gives each one and what was found, as they are finished.
 
     Where one fails, the others are not cancelled: that can end the driver (Ray takes a task for
     failed that turns out to be running). They end with the connection; if that was there before,
@@ -137,7 +137,7 @@ def run_tasks(
     sizes = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
     # As many as were asked for or, where there are more than files, an equal share that every node
     # has.
-    share = min(sum(sizes) // max(len(numbers), 1), *filter(None, sizes), sys.maxsize)
+    share = min(sum(sizes) // max(len(files), 1), *filter(None, sizes), sys.maxsize)
     threads = task.config.threads or max(1, share)
     if threads > max(sizes, default=threads):
         raise ConfigError(
@@ -151,7 +151,7 @@ def run_tasks(
     )
     make = remote(make_elsewhere)
     shared = ray.put(task)
-    running = {make.remote(shared, number): number for number in numbers}
+    running = {make.remote(shared, file): file for file in files}
     try:
         while running:
             ready, _ = ray.wait(list(running), timeout=TUNING.poll_seconds)
@@ -168,7 +168,7 @@ def run_tasks(
         ) from None
 
 
-def make_elsewhere(task: Task, number: int) -> list[Any]:
+def make_elsewhere(task: Task, file: int) -> list[Any]:
     """The task: one file of the output, made on the node that Ray chose.
 
     Gives what its jobs found, as entries.
@@ -178,7 +178,7 @@ def make_elsewhere(task: Task, number: int) -> list[Any]:
             OPENED.pop("open", ExitStack()).close()  # of the merge before
             OPENED.clear()
             OPENED.update(open_like(task), task=task)
-        part = OPENED["plan"].part([number])
+        part = OPENED["plan"].part([file])
         outcomes = make_part(part, OPENED["inputs"], task.identity, interrupts)
     return [outcome.as_entry() for outcome in outcomes]
 

@@ -18,7 +18,7 @@ from darelib.kernels.plain import encode
 from darelib.kernels.records import Buffers
 from darelib.models.encodings import Input, TensorInfo
 from darelib.plan.plan import MergePlan
-from darelib.plan.tensors import TensorPlan
+from darelib.plan.tensorplan import TensorPlan
 
 Bytes = NDArray[np.uint8]
 BROKEN_HINT: Final = "such a model is broken; use a checkpoint from before that happened"
@@ -52,8 +52,6 @@ class Reader:
         self._kernels = kernels
         # Limits by tensor and start, which the merge wants again after a look.
         self._ranked: dict[tuple[str, int], NDArray[np.uint16]] = {}
-        # Tensors with -inf in them, which stay the base's: kernels see zeros instead.
-        self.kept: set[str] = set()
 
     def load(
         self, tensor: TensorPlan, start: int, count: int, buffers: Buffers, remember: bool = False
@@ -68,9 +66,6 @@ class Reader:
         base = read(self._base, tensor.base, start, count, buffers.base)
         for row in range(len(tensor.finetuned)):
             self._load_model(tensor, row, start, base, buffers.finetuned[row], count)
-        if tensor.name in self.kept:
-            buffers.base[:] = 0
-            buffers.finetuned[:] = 0
 
     def measure_rows(
         self, kernel: Kernel, tensor: TensorPlan, start: int, count: int, buffers: Buffers
@@ -105,8 +100,6 @@ class Reader:
             high = min(first + len(change), stop)
             if low < high:
                 row[low - start : high - start] = change[low - first : high - first]
-        if tensor.name in self.kept:
-            buffers.base[:] = 0
 
     def keeps_base(
         self, tensor: TensorPlan, chunks: Iterable[tuple[int, int]], buffers: Buffers

@@ -10,20 +10,20 @@ from darelib.core.tuning import TUNING
 from darelib.kernels.records import Buffers
 from darelib.plan.plan import Job
 from darelib.run.outcomes import Outcome
-from darelib.run.worker import Abandoned, JobWorker, Write
+from darelib.run.worker import Abandoned, Worker, Write
 
 
 def run_rounds(
     rounds: Iterable[Iterator[Job]],
-    worker: JobWorker,
+    worker: Worker,
     write: Write,
     note: Callable[[Job, Outcome | None], None],
     interrupts: Interrupts,
 ) -> None:
-    """Run all jobs of a round before the next. note is called with each and what it found, one at a
-    time.
+    """Run all jobs of a round before the next. note is called with each job and what it found, one
+    at a time.
 
-    There are buffers for each thread. Of several failures, the first in the jobs' order is raised.
+    Each thread has buffers of its own. Of several failures, the first in the jobs' order is raised.
     """
     buffers = [worker.make_buffers() for _ in range(worker.plan.threads)]
     lock = threading.Lock()
@@ -31,23 +31,21 @@ def run_rounds(
     failures: dict[int, BaseException] = {}
 
     def loop(jobs: Iterator[Job], own: Buffers) -> None:
-        number = -1
+        order = -1
         try:
             while not stop.is_set():
                 with lock:
                     job = next(jobs, None)
                 if job is None:
                     return
-                number = job.number
+                order = job.order
                 outcome = worker.run(job, own, write)
                 with lock:
-                    if outcome is None:
-                        worker.finish_look(job, own)
                     note(job, outcome)
         except Abandoned:
             pass
         except BaseException as error:
-            failures[number] = error
+            failures[order] = error
             stop.set()
 
     with ThreadPoolExecutor(len(buffers)) as pool:
@@ -66,10 +64,10 @@ def run_rounds(
 
 
 def measure_rate(
-    rounds: Iterable[Iterator[Job]], worker: JobWorker, interrupts: Interrupts
+    rounds: Iterable[Iterator[Job]], worker: Worker, interrupts: Interrupts
 ) -> tuple[int, float, list[Outcome]]:
-    """Bytes read, and seconds taken, by the first jobs, and what they found. Where one fails, so
-    would the merge.
+    """The bytes that the first jobs read, the seconds they took, and what they found. If one fails,
+    so would the merge.
     """
     done: list[tuple[Job, Outcome | None]] = []
     first = next(iter(rounds), iter(()))

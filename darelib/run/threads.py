@@ -1,5 +1,5 @@
-"""The runner of one machine: all jobs of a merge, or those of some files of its output, in threads,
-which the kernels let run side by side.
+"""The runner of one machine: all jobs of a merge, or those of some files of its output, in
+threads.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,12 +11,12 @@ from darelib.core.text import LOG, ConfigError, count_of, human, progress
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.inputs import check_unchanged
 from darelib.output.prepare import FilePlan
-from darelib.output.publish import Output, Part, explain_write_errors, share_folder
+from darelib.output.publish import Output, OutputPart, explain_write_errors, share_folder
 from darelib.plan.plan import Job, MergePlan
-from darelib.run.matrices import open_worker, settle_ranks
 from darelib.run.outcomes import Outcome, check_related
+from darelib.run.products import open_worker, settle_ranks
 from darelib.run.rounds import run_rounds
-from darelib.run.worker import JobWorker
+from darelib.run.worker import Worker
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,7 @@ class Order:
 
 
 def publish(order: Order, run: Callable[[Output], list[Outcome]]) -> tuple[FilePlan, list[Outcome]]:
-    """Let a runner write a whole output, and publish it. run: runs all jobs that are not done
-    yet.
-    """
+    """Let a runner write a whole output, and publish it. run: runs the jobs that are not done."""
     plan = order.plan
     if plan.replaces:
         LOG.info(f"replaces {plan.output.name}: {human(plan.replaces)}")
@@ -64,7 +62,7 @@ def run(order: Order) -> tuple[FilePlan, list[Outcome]]:
 
 
 def run_merge(
-    plan: MergePlan, worker: JobWorker, output: Output | Part, interrupts: Interrupts
+    plan: MergePlan, worker: Worker, output: Output | OutputPart, interrupts: Interrupts
 ) -> list[Outcome]:
     """Run all jobs that an earlier run has not done.
 
@@ -106,13 +104,13 @@ def run_part(order: Order, k: int, n: int) -> tuple[FilePlan, list[Outcome]]:
 def make_part(
     part: FilePlan, inputs: Sequence[Checkpoint], identity: dict[str, Any], interrupts: Interrupts
 ) -> list[Outcome]:
-    """Make some files of an output, or what earlier runs have left to do of them, and leave them,
-    synced, in the folder.
+    """Make some files of an output and leave them, synced, in the folder. Jobs that earlier runs
+    have done are not run again.
 
     identity: of the whole merge. Gives what all jobs of the files found.
     """
     worker = open_worker(part, inputs, interrupts)
-    with Part(part.output, part.files, identity) as files:
+    with OutputPart(part.output, part.files, identity) as files:
         outcomes = run_merge(part, worker, files, interrupts)
         check_unchanged(inputs)
     return outcomes
@@ -127,11 +125,8 @@ def check_shards(plan: FilePlan, what: str) -> None:
         )
 
 
-def list_done(plan: MergePlan, output: Output | Part) -> list[Outcome]:
-    """What earlier runs have done of a plan.
-
-    Two that did so at the same time may have noted the same job.
-    """
+def list_done(plan: MergePlan, output: Output | OutputPart) -> list[Outcome]:
+    """The outcomes of earlier runs. Two that ran at the same time may have noted the same job."""
     names = {tensor.name for tensor in plan.tensors}
     entries = {(entry[0], entry[1]): entry for entry in output.done if entry[0] in names}
     outcomes = [Outcome.of_entry(entry) for entry in entries.values()]

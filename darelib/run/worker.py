@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Final, Self, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,15 +25,17 @@ from darelib.methods.method import Coefficients, weigh_for_look
 from darelib.models.checkpoint import QUANTISE_HINT, Checkpoint
 from darelib.models.encodings import Target, TensorInfo
 from darelib.models.fp8 import UNREAD_HINTS
-from darelib.plan.plan import Job, MergePlan
-from darelib.plan.tensors import TensorPlan
+from darelib.plan.plan import COPY, LOOK, MERGE, Job, MergePlan
+from darelib.plan.tensorplan import TensorPlan
 from darelib.run.outcomes import Outcome, Tally
 from darelib.run.reading import Reader
 
-# What jobs write by: the number of a file, what to write, and where; it may also only compare.
+# Writes bytes into one of the plan's files, from a place on. It may also only compare them.
 Write: TypeAlias = Callable[[int, memoryview, int], None]
+# What is done for a job of one kind. It gives what was found; None: the job only looked.
+Task: TypeAlias = Callable[[Job, Buffers, Write], Outcome | None]
 
-# The bit patterns of what is not finite, without its sign, begin there.
+# Where the bit patterns of infinities and NaNs begin, without their signs.
 INFINITIES: Final = {32: 0x7F80_0000, 64: 0x7FF0_0000_0000_0000}
 
 
@@ -41,24 +43,49 @@ class Abandoned(Exception):
     """A job that has to stop."""
 
 
-class JobWorker:
-    """What runs the jobs of one plan: any of them, in any order, in any thread that brings its own
-    buffers.
+class Worker:
+    """Runs the jobs of one plan: any of them, in any order, in any thread that brings its own
+    buffers. tasks says what is done for each kind of job.
     """
 
-    def __init__(self, plan: MergePlan) -> None:
+    def __init__(
+        self,
+        plan: MergePlan,
+        inputs: Sequence[Checkpoint],
+        passes: Mapping[str, Sequence[tuple[Look, int]]],
+        specs: Collection[KernelSpec],
+        interrupts: Interrupts,
+    ) -> None:
+        """passes: by tensor, the looks before its merge. specs: the kernels of the tasks; those of
+        looks and of inputs come on top.
+        """
         self.plan = plan
+        self.base = inputs[0]
+        self.models = inputs[1:]
+        self.passes = passes
+        self.tasks: dict[str, Task] = {LOOK: self.look, MERGE: self.merge, COPY: self.copy}
         self.abandoned = threading.Event()  # set to make all jobs stop at once
+        self.written: list[Found] = []  # their solved changes are not needed in the next round
+        self._lock = threading.Lock()
+        self._looked = Counter[str]()  # by tensor: how many elements a pass has seen
+        self._masks: dict[str, bool] = {}  # by tensor with infinities: whether it is a mask
+        wanted = {spec for model in inputs for spec in model.specs} | {*specs}
+        for tensor in plan.tensors:
+            looks = [look for look, _ in passes.get(tensor.name, ()) if not look.whole]
+            wanted |= {tensor.look_spec(look) for look in looks}
+        self.kernels = load_kernels(wanted, plan.config.engine, interrupts)
+        self.reader = Reader(plan, inputs, self.kernels)
+        for model in inputs:
+            model.prepare(self.kernels, len(inputs))
 
     def make_buffers(self) -> Buffers:
-        raise NotImplementedError
+        kinds = {look.kernel for passes in self.passes.values() for look, _ in passes}
+        ranks = any(spec.kind in ("rank", "diverge") for spec in self.kernels)
+        row_bytes = self.plan.chunk * self.plan.itemsize
+        return Buffers(len(self.models), row_bytes, kinds, self.plan.ranked if ranks else 0)
 
     def run(self, job: Job, buffers: Buffers, write: Write) -> Outcome | None:
-        """None: it only looked, and the look is to be finished."""
-        raise NotImplementedError
-
-    def finish_look(self, job: Job, buffers: Buffers) -> None:
-        """Keep what a job that only looked has found, one job at a time."""
+        return self.tasks[job.kind](job, buffers, write)
 
     def chunks(self, job: Job) -> Iterator[tuple[int, int]]:
         """Where each chunk starts, and how long it is."""
@@ -70,66 +97,65 @@ class JobWorker:
     def place_of(self, output: TensorInfo) -> int:
         return len(self.plan.files[output.file].header) + output.offset
 
+    # --- what jobs do -------------------------------------------------------------------------
 
-class Worker(JobWorker):
-    """Runs the jobs of a merge, of its looks, or of an analysis."""
-
-    def __init__(
-        self,
-        plan: MergePlan,
-        inputs: Sequence[Checkpoint],
-        passes: Mapping[str, Sequence[tuple[Look, int]]],
-        specs: Collection[KernelSpec],
-        interrupts: Interrupts,
-    ) -> None:
-        """passes: by tensor, the looks before its merge. specs: the kernels that merge, if any;
-        others come on top.
+    def look(self, job: Job, buffers: Buffers, write: Write) -> None:
+        """Look at a range before its tensor is merged. After the last range of a pass, the look
+        draws its conclusion.
         """
-        super().__init__(plan)
-        self.base = inputs[0]
-        self.models = inputs[1:]
-        self.passes = passes
-        self._looked = Counter[str]()  # by tensor: how many elements a pass has seen
-        wanted = {spec for model in inputs for spec in model.specs} | {*specs}
-        for tensor in plan.tensors:
-            looks = [look for look, _ in passes.get(tensor.name, ()) if not look.whole]
-            wanted |= {tensor.look_spec(look) for look in looks}
-        self.kernels = load_kernels(wanted, plan.config.engine, interrupts)
-        self.reader = Reader(plan, inputs, self.kernels)
-        for model in inputs:
-            model.prepare(self.kernels, len(inputs))
-
-    @classmethod
-    def for_merge(
-        cls, plan: MergePlan, inputs: Sequence[Checkpoint], interrupts: Interrupts
-    ) -> Self:
-        return cls(plan, inputs, plan.list_passes(), plan.specs(), interrupts)
-
-    def make_buffers(self) -> Buffers:
-        kinds = {look.kernel for passes in self.passes.values() for look, _ in passes}
-        ranks = any(spec.kind in ("rank", "diverge") for spec in self.kernels)
-        row_bytes = self.plan.chunk * self.plan.itemsize
-        return Buffers(len(self.models), row_bytes, kinds, self.plan.ranked if ranks else 0)
-
-    def run(self, job: Job, buffers: Buffers, write: Write) -> Outcome | None:
-        if job.look_pass is not None:
-            self.look(job, buffers, *self.passes[job.tensor.name][job.look_pass])
-            return None
-        if job.tensor.merged:
-            return self._merge(job, buffers, write)
-        return self._copy(job, buffers, write)
-
-    def finish_look(self, job: Job, buffers: Buffers) -> None:
-        """After the last job of a pass, the look draws its conclusion."""
         name = job.tensor.name
-        look, number = self.passes[name][job.look_pass or 0]
-        look.add_job(job.start, job.stop, buffers)
-        self._looked[name] += job.stop - job.start
-        if self._looked[name] == job.tensor.length:
-            del self._looked[name]
-            look.conclude(number)
+        look, look_pass = self.passes[name][job.look_pass]
+        if not self._look_at(job, buffers, look, look_pass):
+            self.check_mask(job, buffers)
+            self._look_at(job, buffers, look, look_pass, is_mask=True)
+        with self._lock:
+            look.add_job(job.start, job.stop, buffers)
+            self._looked[name] += job.stop - job.start
+            if self._looked[name] == job.tensor.length:
+                del self._looked[name]
+                look.conclude(look_pass)
 
-    def look(self, job: Job, buffers: Buffers, look: Look, number: int) -> None:
+    def merge(self, job: Job, buffers: Buffers, write: Write) -> Outcome:
+        tensor = job.tensor
+        look = self.passes[tensor.name][-1][0] if tensor.name in self.passes else None
+        found = look.found if look else Found()
+        if not self._merge_range(job, buffers, write, look, found):
+            self.check_mask(job, buffers)
+            self._merge_range(job, buffers, write, look, found, is_mask=True)
+        if found.change is None:
+            tallies = self.count(job, buffers)
+        else:
+            # A whole tensor was counted when it was solved: its first job has the tallies.
+            tallies = found.change.sum_tallies() if job.start == 0 else {}
+            self.written.append(found)
+        return Outcome(tensor.name, job.start, job.bytes_read, tallies)
+
+    def copy(self, job: Job, buffers: Buffers, write: Write) -> Outcome:
+        tensor = job.tensor
+        outcome = Outcome(tensor.name, job.start, job.bytes_read)
+        place = self.place_of(tensor.output)
+        for start, size in self.chunks(job):
+            mine = buffers.base[:size]
+            theirs = buffers.output[:size]
+            tensor.base.encoding.read_stored(self.base, tensor.base, start, mine.data)
+            for i, info in tensor.finetuned:
+                alike = (info.dtype, info.shape) == (tensor.base.dtype, tensor.base.shape)
+                if alike:
+                    info.encoding.read_stored(self.models[i], info, start, theirs.data)
+                if not alike or not np.array_equal(mine, theirs):
+                    outcome.differing.add(i)
+            write(tensor.output.file, mine.data, place + start)
+        if outcome.differing and tensor.quantised:
+            hint = UNREAD_HINTS.get(tensor.base.dtype, QUANTISE_HINT)
+            raise explain_quantised(tensor, self.models[min(outcome.differing)].name, hint)
+        return outcome
+
+    # --- how they do it -----------------------------------------------------------------------
+
+    def _look_at(
+        self, job: Job, buffers: Buffers, look: Look, look_pass: int, is_mask: bool = False
+    ) -> bool:
+        """Let a look's kernel see a range. Gives whether all deltas are finite."""
         tensor = job.tensor
         kernel = self.kernels[tensor.look_spec(look)]
         models = len(tensor.finetuned)
@@ -138,23 +164,30 @@ class Worker(JobWorker):
         else:
             seen = weigh_for_look(tensor.settings, tensor.models, look.found)
             self.describe(tensor, buffers, seen)
-        look.describe(buffers, number)
+        look.describe(buffers, look_pass)
         for start, count in self.chunks(job):
             if look.of_rows:
                 rows = self.reader.measure_rows(kernel, tensor, start, count, buffers)
                 look.add_chunk(start, rows, buffers)
                 continue
-            self.load(tensor, start, count, buffers, look.found, tensor.encoding.rereads)
+            self.load(tensor, start, count, buffers, look.found, is_mask, tensor.encoding.rereads)
             kernel(buffers, count, models, start // TILE)
             look.add_chunk(start, count, buffers)
-        if not np.isfinite(find_peaks(tensor, buffers, models)).all():
-            self.keep_base(job, buffers)
-            self.look(job, buffers, look, number)
+        return bool(np.isfinite(find_peaks(tensor, buffers, models)).all())
 
-    def _merge(self, job: Job, buffers: Buffers, write: Write) -> Outcome:
+    def _merge_range(
+        self,
+        job: Job,
+        buffers: Buffers,
+        write: Write,
+        look: Look | None,
+        found: Found,
+        is_mask: bool = False,
+    ) -> bool:
+        """Merge a range, or write the base's if it is a mask. Gives whether all values are finite;
+        others are not written.
+        """
         tensor = job.tensor
-        look = self.passes[tensor.name][-1][0] if tensor.name in self.passes else None
-        found = look.found if look else Found()
         kernel = self.kernels[tensor.spec]
 
         def put(name: str, view: memoryview, place: int) -> None:
@@ -166,31 +199,54 @@ class Worker(JobWorker):
         infinity = INFINITIES[FORMATS[tensor.spec.real].bits]
         models = self.describe_merge(tensor, buffers, found)
         for start, count in self.chunks(job):
-            self.load(tensor, start, count, buffers, found)
+            self.load(tensor, start, count, buffers, found, is_mask)
             kernel(buffers, count, models, start // TILE)
-            if buffers.tensor["peak"][0] >= infinity:  # before it is written
-                self.keep_base(job, buffers)
-                return self._merge(job, buffers, write)
-            if tensor.name in self.reader.kept:
+            if buffers.tensor["peak"][0] >= infinity:
+                return False
+            if is_mask:
                 self.reader.take_base(tensor, start, count, buffers)
             writer.add(buffers.output, buffers.base, count)
         writer.finish()
         peaks = find_peaks(tensor, buffers, models)
-        if not np.isfinite(peaks).all():  # of what was dropped
-            self.keep_base(job, buffers)
-            return self._merge(job, buffers, write)
+        if not np.isfinite(peaks).all():  # of entries that were dropped
+            return False
         if not peaks[models] < FORMATS[tensor.spec.output].limit:
             self.reader.explain_non_finite(tensor, [*self.chunks(job)], buffers)
-        return Outcome(tensor.name, job.start, job.bytes_read, self.count(job, buffers, found))
+        return True
+
+    def check_mask(self, job: Job, buffers: Buffers) -> None:
+        """Refuse values that are not finite, unless they are the -inf of a mask that stays the
+        base's. Kernels are then given zeros.
+        """
+        tensor = job.tensor
+        if tensor.name not in self._masks:
+            whole = replace(job, start=0, stop=tensor.length)
+            is_mask = self.reader.keeps_base(tensor, self.chunks(whole), buffers)
+            self._masks[tensor.name] = is_mask
+        if not self._masks[tensor.name]:
+            self.reader.explain_non_finite(tensor, [*self.chunks(job)], buffers)
 
     def describe_merge(self, tensor: TensorPlan, buffers: Buffers, found: Found) -> int:
         """Set what the kernel that merges must know. Gives how many models it is given."""
+        if found.change is not None:
+            return self._describe_change(tensor, buffers)
         weigh = METHODS[tensor.settings.method].weigh
         self.describe(tensor, buffers, weigh(tensor.settings, tensor.models, found))
         for row in range(len(tensor.finetuned)):
-            if tensor.is_thinned(row):  # what its mask drops is 0, and need not be found again
+            if tensor.is_thinned(row):  # dropped entries are 0 already
                 buffers.models[row]["limit"] = KEEP_ALL
         return len(tensor.finetuned)
+
+    def _describe_change(self, tensor: TensorPlan, buffers: Buffers) -> int:
+        """A solved change is given to the kernel as if it were the only model's."""
+        self.describe(tensor, buffers, weigh_for_look(tensor.settings, tensor.models, Found()))
+        record = buffers.models[0]
+        record["limit"] = KEEP_ALL
+        record["is_delta"] = True
+        record["scale"] = 1.0
+        for name in ("bounded", "ranked", "divided"):
+            record[name] = False
+        return 1
 
     def load(
         self,
@@ -199,15 +255,22 @@ class Worker(JobWorker):
         count: int,
         buffers: Buffers,
         found: Found,
+        is_mask: bool,
         remember: bool = False,
     ) -> None:
-        """Read what the kernel that merges is given of a chunk."""
-        self.reader.load(tensor, start, count, buffers, remember)
+        """Read what the kernel that merges is given of a chunk: zeros, if the tensor is a mask."""
+        if found.change is None:
+            self.reader.load(tensor, start, count, buffers, remember)
+        else:
+            self.reader.load_change(tensor, start, count, buffers, found.change.parts)
+        if is_mask:
+            buffers.base[:] = 0
+            buffers.finetuned[:] = 0
         if found.by_row is not None:
             own = buffers.by_entry
             own[:count] = spread(found.by_row, found.width, start, count, own)
 
-    def count(self, job: Job, buffers: Buffers, found: Found) -> dict[int, Tally]:
+    def count(self, job: Job, buffers: Buffers) -> dict[int, Tally]:
         """What kernels have counted in a job, by model. Statistics are of weights."""
         peaks = find_peaks(job.tensor, buffers, len(job.tensor.finetuned))
         rows = () if job.tensor.buffer else job.tensor.models
@@ -240,38 +303,6 @@ class Worker(JobWorker):
         has_values = any(not info.is_delta for _, info in tensor.finetuned)
         whole["exact"] = returns_model(settings) and has_values
 
-    def _copy(self, job: Job, buffers: Buffers, write: Write) -> Outcome:
-        tensor = job.tensor
-        outcome = Outcome(tensor.name, job.start, job.bytes_read)
-        place = self.place_of(tensor.output)
-        for start, size in self.chunks(job):
-            mine = buffers.base[:size]
-            theirs = buffers.output[:size]
-            tensor.base.encoding.read_stored(self.base, tensor.base, start, mine.data)
-            for i, info in tensor.finetuned:
-                alike = (info.dtype, info.shape) == (tensor.base.dtype, tensor.base.shape)
-                if alike:
-                    info.encoding.read_stored(self.models[i], info, start, theirs.data)
-                if not alike or not np.array_equal(mine, theirs):
-                    outcome.differing.add(i)
-            write(tensor.output.file, mine.data, place + start)
-        if outcome.differing and tensor.quantised:
-            hint = UNREAD_HINTS.get(tensor.base.dtype, QUANTISE_HINT)
-            raise explain_quantised(tensor, self.models[min(outcome.differing)].name, hint)
-        return outcome
-
-    def keep_base(self, job: Job, buffers: Buffers) -> None:
-        """Take the base's tensor as it is if it is a mask; any other value that is not finite is an
-        error.
-        """
-        whole = replace(job, start=0, stop=job.tensor.length)
-        kept = self.reader.kept
-        is_mask = self.reader.keeps_base(job.tensor, self.chunks(whole), buffers)
-        # Another thread may have found out meanwhile: then zeros were read here.
-        if not is_mask and job.tensor.name not in kept:
-            self.reader.explain_non_finite(job.tensor, [*self.chunks(job)], buffers)
-        kept.add(job.tensor.name)
-
 
 def find_peaks(tensor: TensorPlan, buffers: Buffers, models: int) -> NDArray[np.float64]:
     """The largest |delta| of each model and, where it is merged, the largest of the result."""
@@ -283,18 +314,18 @@ def find_peaks(tensor: TensorPlan, buffers: Buffers, models: int) -> NDArray[np.
 def make_tally(job: Job, buffers: Buffers, row: int, peak: float) -> Tally:
     i, info = job.tensor.finetuned[row]
     found = buffers.models[row]
-    count = max(0, min(job.stop, info.count) - job.start)  # what the model has of it
+    count = max(0, min(job.stop, info.count) - job.start)  # entries that the model has
     rate = job.tensor.settings.thinnings[i].keep_rate
     share = rate
     if found["bounded"]:
         share = (found["low"] == 0) * found["at_low"] / (1 << MASK_BITS)
-    # What stands in for rows that it lacks, deltas of 0, is not its own.
+    # The zeros that stand in for rows which the model lacks are not its own.
     lacking = (job.stop - job.start - count) * share
     kept = int(found["kept"]) - round(lacking)
     stored = info.encoding.share
     if job.tensor.is_thinned(row):  # a part of all, so that the parts add up
         kept = round(stored * (job.start + count)) - round(stored * job.start)
-    known = stored or 1.0  # of its deltas, which stand for all
+    known = stored or 1.0  # the share of its deltas that is stored, and stands for all
     return Tally(
         parameters=count,
         sum=float(found["size"]) / known,

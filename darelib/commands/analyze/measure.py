@@ -23,8 +23,8 @@ from darelib.kernels.records import BINS, FIRST_BIN, LANES
 from darelib.methods.looks import Found, Look
 from darelib.methods.settings import TensorSettings
 from darelib.models.checkpoint import Checkpoint, module_of
-from darelib.plan.plan import MergePlan
-from darelib.plan.tensors import TensorPlan
+from darelib.plan.plan import LOOK, MergePlan
+from darelib.plan.tensorplan import TensorPlan
 from darelib.run.outcomes import sum_fields
 from darelib.run.rounds import run_rounds
 from darelib.run.worker import Worker
@@ -107,8 +107,8 @@ class ModelAnalysis:
     cells: Mapping[str, Mapping[str, float]]  # mean |delta| by layer and kind
     # Where a bin of |delta| begins, and how many are in it; zeros apart.
     histogram: tuple[tuple[float, int], ...]
-    # By rank: of the sum of squares of the changes of some matrices, the share that a product of
-    # two thin ones would keep. Nothing: it changes none, or not all is known.
+    # By rank: the share of the energy (sum of squares) that a product of two thin matrices would
+    # keep of some matrices' changes. Empty: it changes none, or not all is known.
     energy: Mapping[str, float]
     tensors: tuple[DeltaStats, ...]
 
@@ -122,8 +122,8 @@ class PairAnalysis:
     share_both: float  # of the parameters, that both change
     sign_conflict: float  # of those, the share that they change in opposite directions
     weighted_sign_conflict: float  # the same, each counted by how much they change it
-    # Whether the rows of their matrices' changes lie in the same space, from 0 to 1; None: there is
-    # no matrix that both change.
+    # How much the row spaces of their changes overlap, from 0 to 1; None: they change no matrix
+    # both.
     shared_space: float | None
 
 
@@ -138,7 +138,7 @@ def layer_of(name: str) -> str:
 
 
 def groups_of(name: str) -> list[Group]:
-    """What a tensor belongs to: its layer and kind, its layer, its kind, the whole model."""
+    """The groups of a tensor: its layer and kind, its layer, its kind, the whole model."""
     return [*product((layer_of(name), None), (kind_of(name), None))]
 
 
@@ -152,8 +152,7 @@ def natural(name: str) -> tuple[bool, list[tuple[str, int, str]]]:
 def noise_of(settings: TensorSettings, model: int) -> float:
     """The expected distance of a thinned delta from the delta, relative to it.
 
-    That is sqrt(p / (1 - p)) if it is rescaled. Of other drops, which depend on the sizes, it is
-    what dropping as much at random would give.
+    That is sqrt(p / (1 - p)) if it is rescaled. Drops by size are taken as if they were random.
     """
     thinning = settings.thinnings[model]
     kept = thinning.keep_rate
@@ -357,10 +356,10 @@ class MeasureLook(Look):
         zeros, above, size, squares = (float(sums[name][row]) for name in MODEL_SUMS)
         whole = self.tensor.base.count
         count = min(info.count, whole)
-        # Zeros pad the last tile, and stand in for what a model lacks, or what is not known of it.
+        # Zeros pad the last tile, and stand in for entries that a model does not store.
         surplus = whole - round(count * info.encoding.share) + -whole % TILE
         self._counts[row, 0] = max(0, self._counts[row, 0] - surplus)
-        part = 1 / (info.encoding.share or 1.0)  # what is found in a sample stands for so much
+        part = 1 / (info.encoding.share or 1.0)  # a sample stands for the whole
         deltas = Deltas(
             tensors=1,
             parameters=count * bool(info.encoding.share),
@@ -398,7 +397,7 @@ def measure_deltas(
     passes = {tensor.name: [(MeasureLook(tensor, findings), 0)] for tensor in task.changed}
     with progress("analyzing", findings.bytes_read, task.config.verbose) as advance:
         run_rounds(
-            [task.jobs(task.changed, look_pass=0)],
+            [task.jobs(task.changed, kind=LOOK)],
             Worker(task, inputs, passes, (), interrupts),
             lambda *_: None,
             lambda job, _: advance(job.bytes_read),

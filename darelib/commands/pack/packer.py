@@ -1,4 +1,4 @@
-"""What `dare.py pack` does: of a fine-tune, it keeps the entries that a mask keeps."""
+"""The command pack: it stores the entries of a fine-tune that a mask keeps."""
 
 import dataclasses
 import json
@@ -21,7 +21,6 @@ from darelib.core.mask import MASK_NAME, TILE, mask_key
 from darelib.core.text import ConfigError, DareError, count_of, human, printable
 from darelib.core.tuning import TUNING
 from darelib.kernels import KernelSpec
-from darelib.kernels.engines import load_kernels
 from darelib.kernels.records import Buffers
 from darelib.methods.method import DARE_RATE
 from darelib.models.checkpoint import Checkpoint, ties_embeddings
@@ -54,17 +53,16 @@ from darelib.output.directory import (
 )
 from darelib.output.prepare import FilePlan, check_place, plan_files
 from darelib.output.tokenizer import SideFiles, TokenizerChoice
-from darelib.plan.checks import check_kinds
-from darelib.plan.components import find_kept
-from darelib.plan.plan import Job
-from darelib.plan.relation import check_sample
-from darelib.plan.tensors import PlannedFile, TensorPlan, assign_offsets
+from darelib.plan.checks import check_sample
+from darelib.plan.matching import find_kept
+from darelib.plan.plan import COPY, LOOK, MERGE, Job
+from darelib.plan.tensorplan import PlannedFile, TensorPlan, assign_offsets
 from darelib.requests.request import Request
 from darelib.run.outcomes import Outcome
 from darelib.run.reading import BROKEN_HINT
 from darelib.run.rounds import run_rounds
 from darelib.run.threads import Order, publish, run_merge
-from darelib.run.worker import JobWorker, Write
+from darelib.run.worker import Worker, Write
 
 SETTINGS: Final = (
     "drop_rate",
@@ -76,7 +74,7 @@ SETTINGS: Final = (
     "engine",
     "verbose",
 )
-# The bits that are all set in what is not finite.
+# The bits that are all set in infinities and NaNs.
 EXPONENTS: Final = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F80_0000, "F64": 0x7FF0_0000_0000_0000}
 
 
@@ -98,7 +96,7 @@ class PackReport(Report):
 
 
 def choose_settings(request: Request) -> DareConfig:
-    """What decides which entries are kept; what else a configuration says does not matter here."""
+    """The settings that decide which entries are kept. All others are ignored."""
     drops = [request.dare.get("drop"), *(rule.drop for rule in request.rules)]
     if others := [drop for drop in drops if drop and not is_random(drop)]:
         raise ConfigError(
@@ -125,13 +123,13 @@ def pack(
     force: bool = False,
     resume: bool = False,
 ) -> PackReport:
-    """Write what drop rates, seed and rules leave of a fine-tune, as a file or as a directory."""
+    """Write the entries of a fine-tune that drop rates, seed and rules keep, as a file or as a
+    directory.
+    """
     started = time.perf_counter()
     destination = find_output(output_file)
     with open_models([base, model]) as inputs, Interrupts() as interrupts:
         check_packable(inputs)
-        if not config.any_base:
-            check_kinds(inputs)
         with explain_read_errors():
             files: dict[str, str] | None = {} if destination.directory else None
             choice = TokenizerChoice()
@@ -140,15 +138,16 @@ def pack(
             check_replaceable(destination, force, recipe)
         with explain_read_errors():
             plan = plan_files(config, inputs, destination, choice, with_side_files=False)
-            check_sample(plan, inputs)
+            check_sample(plan.config, plan.changed, inputs)
             plan = dataclasses.replace(keep_own_tensors(plan, *inputs), recipe=recipe)
-        worker = Packer(plan, inputs, interrupts)
-        worker.count_entries(interrupts)
+        packer = Packer(plan, inputs, interrupts)
+        packer.count_entries(interrupts)
         with explain_read_errors():
-            worker.plan = plan = place_entries(plan, inputs, worker)
+            plan = place_entries(plan, inputs, packer)
         plan = check_place(plan, inputs, force)
+        packer.worker.plan = plan
         order = Order(plan, inputs, interrupts, force, resume)
-        publish(order, lambda output: run_merge(plan, worker, output, interrupts))
+        publish(order, lambda output: run_merge(plan, packer.worker, output, interrupts))
         return PackReport(
             output=str(output_file),
             tensors=len(plan.tensors),
@@ -172,30 +171,29 @@ def check_packable(inputs: Sequence[Checkpoint]) -> None:
             )
 
 
-class Packer(JobWorker):
-    """Runs jobs: each writes what the mask keeps of a range, or copies one that is not thinned."""
+class Packer:
+    """What jobs do: first count what the mask keeps of a range, then write that. Tensors that are
+    not thinned are copied.
+    """
 
     def __init__(
         self, plan: FilePlan, inputs: Sequence[Checkpoint], interrupts: Interrupts
     ) -> None:
-        super().__init__(plan)
         self._base, self._model = inputs
         self._thinned = [tensor for tensor in plan.tensors if tensor.merged]
-        specs = set(map(pack_spec, self._thinned))
-        self._kernels = load_kernels(specs, plan.config.engine, interrupts)
+        self.worker = Worker(plan, inputs, {}, {*map(pack_spec, self._thinned)}, interrupts)
+        self.worker.tasks = {LOOK: self.count, MERGE: self.write, COPY: self.copy}
         self._kept: dict[tuple[str, int], int] = {}  # entries of each chunk, by tensor and start
         # The entries of a tensor that are kept before each chunk, and before its end.
         self.before: dict[tuple[str, int], int] = {}
         self.digests: dict[tuple[str, int], int] = {}  # of the base's blocks, by tensor and start
 
-    def make_buffers(self) -> Buffers:
-        return Buffers(1, self.plan.chunk * self.plan.itemsize, ())
-
     def count_entries(self, interrupts: Interrupts) -> None:
         """Find out how many entries are kept, and against which values of the base."""
-        rounds = [self.plan.jobs(self._thinned, look_pass=0)]
-        run_rounds(rounds, self, lambda *_: None, lambda *_: None, interrupts)
-        step = min(self.plan.chunk, TUNING.job_elements)
+        plan = self.worker.plan
+        rounds = [plan.jobs(self._thinned, kind=LOOK)]
+        run_rounds(rounds, self.worker, lambda *_: None, lambda *_: None, interrupts)
+        step = min(plan.chunk, TUNING.job_elements)
         for tensor in self._thinned:
             before = 0
             for start in range(0, tensor.length, step):
@@ -203,26 +201,33 @@ class Packer(JobWorker):
                 before += self._kept[tensor.name, start]
             self.before[tensor.name, tensor.length] = before
 
-    def run(self, job: Job, buffers: Buffers, write: Write) -> Outcome | None:
+    def count(self, job: Job, buffers: Buffers, write: Write) -> None:
+        for start, width in self.worker.chunks(job):
+            self._kept[job.tensor.name, start] = self._pick(job.tensor, start, width, buffers)
+        self._digest_blocks(job)
+
+    def write(self, job: Job, buffers: Buffers, write: Write) -> Outcome:
         tensor = job.tensor
-        if job.look_pass is not None:
-            for start, width in self.chunks(job):
-                self._kept[tensor.name, start] = self._pick(tensor, start, width, buffers)
-            self._digest_blocks(job)
-            return None
         [(_, theirs)] = tensor.finetuned
-        first = self.place_of(tensor.output)
-        item = FORMATS[theirs.dtype].itemsize if tensor.merged else 1
-        for start, width in self.chunks(job):
+        first = self.worker.place_of(tensor.output)
+        item = FORMATS[theirs.dtype].itemsize
+        for start, width in self.worker.chunks(job):
             row = buffers.finetuned[0, : width * item]
             theirs.encoding.read_stored(self._model, theirs, start * item, row.data)
-            if tensor.merged:
-                self._check_finite(tensor, start, row.view(f"u{item}"))
-                kept = self._pick(tensor, start, width, buffers)
-                row = buffers.output[: kept * item]
-                start = self.before[tensor.name, start]
-            write(tensor.output.file, row.data, first + start * item)
+            self._check_finite(tensor, start, row.view(f"u{item}"))
+            kept = buffers.output[: self._pick(tensor, start, width, buffers) * item]
+            place = first + self.before[tensor.name, start] * item
+            write(tensor.output.file, kept.data, place)
         return Outcome(tensor.name, job.start, job.bytes_read)
+
+    def copy(self, job: Job, buffers: Buffers, write: Write) -> Outcome:
+        [(_, theirs)] = job.tensor.finetuned
+        first = self.worker.place_of(job.tensor.output)
+        for start, size in self.worker.chunks(job):
+            row = buffers.finetuned[0, :size]
+            theirs.encoding.read_stored(self._model, theirs, start, row.data)
+            write(job.tensor.output.file, row.data, first + start)
+        return Outcome(job.tensor.name, job.start, job.bytes_read)
 
     def _digest_blocks(self, job: Job) -> None:
         """Digest the base's blocks that start in a job, each to its end."""
@@ -234,7 +239,7 @@ class Packer(JobWorker):
             self.digests[tensor.name, start] = digest.intdigest()
 
     def _check_finite(self, tensor: TensorPlan, start: int, raw: NDArray[Any]) -> None:
-        """What is dropped is never seen again: nobody else could tell that the model is broken."""
+        """Refuse infinities and NaNs: once dropped, nobody sees that the model is broken."""
         dtype = tensor.finetuned[0][1].dtype
         bad = np.flatnonzero((raw & raw.dtype.type(EXPONENTS[dtype])) == EXPONENTS[dtype])
         if bad.size:
@@ -246,11 +251,11 @@ class Packer(JobWorker):
             )
 
     def _pick(self, tensor: TensorPlan, start: int, width: int, buffers: Buffers) -> int:
-        """Put what is kept of a chunk at the start of the output's row. Gives how many that are."""
+        """Put the kept entries of a chunk at the start of the output's row. Gives their count."""
         record = buffers.models[0]
-        record["key_0"], record["key_1"] = mask_key(self.plan.seeds[0], tensor.mask_names[0])
+        record["key_0"], record["key_1"] = mask_key(self.worker.plan.seeds[0], tensor.mask_names[0])
         record["limit"] = tensor.settings.thinnings[0].threshold - 1
-        self._kernels[pack_spec(tensor)](buffers, width, 1, start // TILE)
+        self.worker.kernels[pack_spec(tensor)](buffers, width, 1, start // TILE)
         return int(record["kept"])
 
 
@@ -260,7 +265,7 @@ def pack_spec(tensor: TensorPlan) -> KernelSpec:
 
 
 def keep_own_tensors(plan: FilePlan, base: Checkpoint, model: Checkpoint) -> FilePlan:
-    """The tensors that the model has itself: thinned, or whole, as where they have other shapes."""
+    """The tensors that the model stores: thinned or, if the base has another shape, whole."""
     kept = find_kept(plan.config, base)
     own = {name: info for name, info in model.tensors.items() if info.folder not in kept}
     shapes = {name: info.shape for name, info in own.items()}
@@ -275,7 +280,7 @@ def keep_own_tensors(plan: FilePlan, base: Checkpoint, model: Checkpoint) -> Fil
 
 
 def place_entries(plan: FilePlan, inputs: Sequence[Checkpoint], packer: Packer) -> FilePlan:
-    """Where everything goes, now that it is known how much of it there is."""
+    """Give each tensor its place, by the entries that were counted."""
     kept = []
     described = {}
     for tensor in plan.tensors:
@@ -312,7 +317,7 @@ def place_entries(plan: FilePlan, inputs: Sequence[Checkpoint], packer: Packer) 
 
 
 def make_side_files(plan: FilePlan, inputs: Sequence[Checkpoint], file: PlannedFile) -> SideFiles:
-    """What lies beside the model itself, with a card and a recipe that say how it was packed."""
+    """The model's other files, with a card and a recipe that say how it was packed."""
     side: SideFiles = dict(find_side_files(inputs[1].folder))
     check_tables(side)
     base, model = (card_name(i.source) for i in inputs)

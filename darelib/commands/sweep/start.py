@@ -24,7 +24,7 @@ from darelib.models.source import download
 from darelib.output.scratch import make_scratch
 from darelib.requests.configfile import format_settings, pin_tokenizer, write_config
 from darelib.requests.request import Request
-from darelib.run import load_memory
+from darelib.run import load_in_memory
 
 MARK: Final = "# Found by a sweep"
 
@@ -192,7 +192,7 @@ def search_in_memory(
         raise ConfigError(
             "a command needs models in files", "give a function, or leave out --in-memory"
         )
-    memory = load_memory()
+    memory = load_in_memory()
     solutions = memory.Solutions()
     out = None if model is None else model.state_dict()
     own_base, *own = separate([base, *finetuned], out or {})

@@ -21,10 +21,10 @@ from darelib.kernels.tensors import Draw, Solutions, TensorMerge, explain_broken
 from darelib.methods import DEFAULT, METHODS
 from darelib.methods.settings import TensorSettings
 from darelib.models.statedicts import STATE_DICT_HINT, StateDict, check_state_dict
-from darelib.plan.buffers import find_buffer
+from darelib.plan.checks import check_sample
+from darelib.plan.matching import find_buffer
 from darelib.plan.plan import MergePlan, plan_merge
-from darelib.plan.relation import check_sample
-from darelib.plan.tensors import TensorPlan
+from darelib.plan.tensorplan import TensorPlan
 from darelib.run.outcomes import explain_copied
 from darelib.run.worker import explain_quantised
 
@@ -36,7 +36,7 @@ TORCH_TYPES: Final = {stored: getattr(torch, name) for name, stored in DTYPES.it
 def drop_deltas(deltas: Mapping[str, Tensor], config: DareConfig) -> dict[str, Tensor]:
     """Deltas, thinned: a merge of one model whose base is 0.
 
-    Tensors that are not floats, or no weights, are left as they are.
+    Buffers, and tensors that are not floats, are left as they are.
     """
     check_state_dict("the task vector", deltas)
     floats = {
@@ -77,7 +77,7 @@ def merge_tensors(
     states = [StateDict(name, state) for name, state in given.items()]
     plan = find_plan(config, states)
     if [state.addresses for state in states] != plan.compared:
-        check_sample(plan.merge, states)
+        check_sample(config, plan.merge.changed, states)
         plan.compared[:] = [state.addresses for state in states]
     for warning in plan.merge.warnings if warns else ():
         LOG.warning(warning)
@@ -149,7 +149,7 @@ def make_plan(config: DareConfig, states: Sequence[StateDict]) -> StatePlan:
 
 @cache
 def _load_gpu() -> ModuleType | None:
-    """The kernels for GPUs, or None and, the first time, a warning."""
+    """The kernels for GPUs. Without Triton: None, and the first time a warning."""
     try:
         from darelib.kernels import gpu
     except ImportError as error:
@@ -286,7 +286,7 @@ class StateMerge:
         return output
 
     def _find_parts(self, tensor: TensorPlan) -> dict[int, Tensor]:
-        """What models have of a tensor; what they lack may be there under another of its names."""
+        """The models' tensors, by model. A tied one may be there under another of its names."""
         names = zip(tensor.models, tensor.mask_names, strict=True)
         pairs = [(i, self.models[i], own) for i, own in names]
         return {i: model[tensor.name if tensor.name in model else own] for i, model, own in pairs}
@@ -302,8 +302,8 @@ def has_same_bytes(mine: Tensor, theirs: Tensor) -> bool:
 def keeps_base(
     settings: TensorSettings, mine: Tensor, parts: Sequence[Tensor], output: Tensor
 ) -> bool:
-    """Whether -inf, as masks have it, is all that is not finite, and the result is the base's, as
-    the output's type can hold it.
+    """Whether a tensor is a mask that stays the base's: -inf is the only value that is not finite,
+    and the output's type can hold it.
     """
     has_masks = all(bool(each.max() < torch.inf) for each in (mine, *parts))
     is_equal = all(torch.equal(part.to(mine.dtype), mine.reshape(-1)) for part in parts)

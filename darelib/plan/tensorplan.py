@@ -25,18 +25,17 @@ class TensorPlan:
 
     name: str
     base: TensorInfo
-    finetuned: tuple[tuple[int, TensorInfo], ...]  # the models that have it, by number
-    mask_names: tuple[str, ...]  # what their masks are drawn by: its name, or whose values it has
-    # All that is written for it, by name, itself first. A file is one of the plan's, an offset
-    # counts from the end of that file's header.
+    finetuned: tuple[tuple[int, TensorInfo], ...]  # of each model that has it, by its index
+    mask_names: tuple[str, ...]  # the names that draw their masks: of tied weights, the owner's
+    # All that is written for it, by name, itself first. Offsets count from the end of the header.
     outputs: Mapping[str, TensorInfo]
     merged: bool  # False: copied from the base
     settings: TensorSettings
     spec: KernelSpec  # the kernel that merges it
     quantised: bool
-    buffer: str  # what happens to what is no weight (see plan/buffers); "": it is one
-    rule: Rule | None  # that the settings come from; None: from no rule
-    encoding: Encoding  # in which it is written
+    buffer: str  # what happens to a buffer (see plan/matching); "": it is a weight
+    rule: Rule | None  # that matches it first
+    encoding: Encoding  # of the output
 
     @property
     def output(self) -> TensorInfo:
@@ -73,8 +72,8 @@ class TensorPlan:
 
     @property
     def adds_ranks(self) -> bool:
-        """Whether its change is of no higher rank than the models' changes together, which are
-        products of adapters.
+        """Whether only adapters change it, and the rank of the merged change is at most the sum of
+        their ranks.
         """
         are_products = all(info.added_rank for _, info in self.finetuned)
         adds = METHODS[self.settings.method].adds_ranks and self.settings.origin == BASE
@@ -82,7 +81,7 @@ class TensorPlan:
 
     @property
     def looks(self) -> list[type[Look]]:
-        """What must be known of it before it is merged, one after the other."""
+        """The looks before it is merged, in order."""
         if not self.merged or not self.base.count:
             return []
         kinds = choose_looks(self.settings, self.models) if self.finetuned else []
@@ -90,21 +89,18 @@ class TensorPlan:
 
     @property
     def matrices(self) -> Matrices | None:
-        """What it consists of, where its method takes whole matrices."""
+        """Its matrices, if its method takes them whole."""
         is_whole = self.merged and METHODS[self.settings.method].whole
         return find_matrices(self.mask_names[0], self.base.shape) if is_whole else None
 
-    def takes_matrices(self, look_pass: int) -> bool:
-        look, _ = self.list_passes()[look_pass]
-        return look.whole
-
     def list_passes(self) -> list[tuple[Look, int]]:
+        """The looks before it is merged, with each pass that they take."""
         found = Found(width=self.base.width)
         bits = FORMATS[self.spec.real].bits
         passes: list[tuple[Look, int]] = []
         for kind in self.looks:
             look = kind(self.settings, self.models, self.base.count, bits, found)
-            passes += [(look, number) for number in range(kind.count_passes(bits))]
+            passes += [(look, k) for k in range(kind.count_passes(bits))]
         return passes
 
     @property
@@ -120,7 +116,7 @@ class TensorPlan:
 
     @property
     def length(self) -> int:
-        """What jobs divide: its elements, or its bytes where it is copied."""
+        """What jobs divide: its elements or, if it is copied, its bytes."""
         return self.base.count if self.merged else self.base.nbytes
 
     @property
@@ -138,7 +134,7 @@ def choose_kernel(
     if any(info.count < base.count for info in finetuned):
         types.add(base.dtype)  # which stands in for the rows that a model lacks
     common = "F64" if "F64" in types | {base.dtype, output} else "F32"
-    if len(types) == 1 and not METHODS[method].whole:  # whose kernel is given the change itself
+    if len(types) == 1 and not METHODS[method].whole:  # a solved change is in floats
         [common] = types
     return KernelSpec(METHODS[method].kernel, base.dtype, common, output)
 
@@ -160,11 +156,10 @@ def assign_offsets(
     name: str | None,
     stems: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[list[TensorPlan], list[PlannedFile]]:
-    """Give each tensor its place: in order, in a new file where the next one would exceed the
-    limit.
+    """Give each tensor its place: in order, in a new file if the next one would exceed the limit.
 
-    name: of the only file; None: they are named as their library names them, and what is stored in
-    folders stays so. stems: how files of those folders begin that may be several.
+    name: of the only file; None: files are named as their library names them, and folders are kept.
+    stems: by folder that may have several files, how their names begin.
     """
     folders: dict[str, list[TensorPlan]] = {}
     for tensor in tensors:
@@ -186,7 +181,7 @@ def assign_offsets(
 
 
 def name_files(stem: str, count: int) -> list[str]:
-    """What so many files of one model, or of one folder of a pipeline, are called."""
+    """The names of the files of one model, or of one folder of a pipeline."""
     several = [f"{stem}-{k:05d}-of-{count:05d}.safetensors" for k in range(1, count + 1)]
     return several if count > 1 else [f"{stem}.safetensors"]
 
@@ -206,7 +201,7 @@ def divide_tensors(tensors: Sequence[TensorPlan], limit: int) -> list[list[Tenso
 
 
 def place_tensors(tensors: Sequence[TensorPlan], file: int) -> tuple[dict[str, TensorInfo], int]:
-    """What a file holds, one after the other, and how many bytes that are."""
+    """The places of tensors in a file, one after the other, and the bytes that they take."""
     wanted = [pair for tensor in tensors for pair in tensor.outputs.items()]
     if any(len(tensor.outputs) > 1 for tensor in tensors):
         # Behind an odd number of bytes, loaders could not map wider values.

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import itertools
 import json
+import re
 import signal
 import struct
 import tomllib
@@ -22,12 +23,14 @@ from darelib.output.directory import recipe_metadata, seal
 from tests.scene import Scene, contents, put
 from tests.support import (
     BF16,
+    HERE,
     Capture,
     Models,
     Pair,
     Patch,
     Refusal,
     finetune,
+    low_rank,
     mask,
     random_model,
     run,
@@ -37,7 +40,10 @@ from tests.support import (
     save_sharded,
     slow,
     snapshot,
+    write_adapter,
 )
+
+README = HERE / "README.md"
 
 
 @pytest.fixture
@@ -171,6 +177,28 @@ def test_what_was_compared_is_printed_and_reported_to_scripts(
     ):
         with pytest.raises(DareError, match=words):
             DareMerger("base", models).verify(output)
+
+
+def test_what_the_readmes_commands_make_is_verified_where_it_is(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    base = random_model(shapes={"layer.weight": (8, 6), "layer.bias": (8,)})
+    for folder in (tmp_path, tmp_path / "models"):
+        save(folder, base=base, math=finetune(base, 1), code=finetune(base, 2))
+    for name in ("base", "math"):
+        save_directory(tmp_path / "models" / name, load_file(f"models/{name}.safetensors"))
+    write_adapter(tmp_path / "adapters/code", low_rank("layer", (8, 6)))
+    merges = re.findall(r"\$ dare (--base .* --output (merged\S*))\n", README.read_text())[:2]
+    assert [output for _, output in merges] == ["merged.safetensors", "merged"]
+    for words, output in merges:
+        run(*words.split(), "-q")
+        run("verify", output, "-q")
+    assert str(tmp_path) not in Path("merged/dare_recipe.toml").read_text()
+    run("-q", "-b", "models/base", "-m", "models/math", "-o", "models/both")
+    monkeypatch.chdir("/")
+    for output in ("merged.safetensors", "merged", "models/both"):
+        run("verify", tmp_path / output, "-q")
 
 
 @pytest.mark.parametrize("kind", ["file", "directory"])

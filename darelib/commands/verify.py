@@ -79,7 +79,7 @@ class VerifyReport(Report):
 
 
 def run(flags: Flags, merger_class: MergerClass) -> None:
-    from darelib.models.source import UNION
+    from darelib.models.source import UNION, last_parts
     from darelib.requests.recipe import find_merged, locate_inputs, read_recipe
 
     if "path" not in flags:
@@ -87,8 +87,8 @@ def run(flags: Flags, merger_class: MergerClass) -> None:
     path = find_merged(flags["path"])
     request = read_recipe(path)
     own = {name: flags[name] for name in ("threads", "engine", "verbose") if name in flags}
-    names = {UNION, *(entry.get("file") for entry in request.inputs)}
-    may_move = request.tokenizer and request.tokenizer.name in names  # rows
+    names = {UNION, *(last_parts(str(entry.get("file"))) for entry in request.inputs)}
+    may_move = request.tokenizer and last_parts(request.tokenizer.name) in names  # rows
     # Files besides the tensors are held to their digests, whatever they were made from.
     request = dataclasses.replace(
         request,

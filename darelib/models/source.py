@@ -40,7 +40,7 @@ class Source:
 
     name: str
     path: Path
-    # What recipes call it, where that is not the last part of its path: its name on the Hub.
+    # What recipes call it, where that is not its path: its name on the Hub.
     recorded: str = ""
     # Of a model with an adapter on top: the two. Its path is the model's.
     joined: tuple[Source, ...] = ()
@@ -173,18 +173,21 @@ class Slice:
 Given: TypeAlias = str | Path | Source | Sequence[Mapping[str, Any]]
 
 
-def is_last_part(name: object) -> bool:
-    """Whether a name is the last part of a path, or that of a commit on the Hub."""
-    is_pinned = HUB_NAME.fullmatch(str(name)) and str(name).count("/") == 1
-    return isinstance(name, str) and (Path(name).name == name != ".." or bool(is_pinned))
+def is_inner_path(name: str) -> bool:
+    """Whether a name is a path that leads down from wherever it is looked for."""
+    path = Path(name)
+    return bool(path.parts) and not path.anchor and ".." not in path.parts
 
 
-def list_last_parts(name: object) -> list[tuple[str, ...]]:
-    """The ways to read what a recipe calls a model: by the last part of its path, or by those of
-    a model and an adapter.
-    """
+def list_recorded_parts(name: object) -> list[tuple[str, ...]]:
+    """The ways to read what a recipe calls a model: a path, or those of a model and an adapter."""
     ways = [(name,), *list_splits(name)] if isinstance(name, str) else []
-    return [way for way in ways if all(map(is_last_part, way))]
+    return [way for way in ways if all(map(is_inner_path, way))]
+
+
+def last_parts(recorded: str) -> str:
+    """What a recipe calls a model, or a model and an adapter, without the folders they are in."""
+    return re.sub(r"(?:[^+/]|\+(?=[+/]))*/", "", recorded)  # of which one may be called c++
 
 
 def is_template(text: str) -> bool:
@@ -192,15 +195,19 @@ def is_template(text: str) -> bool:
 
 
 def recorded_name(source: Source) -> str:
-    """What a recipe calls a model: its name and commit on the Hub, or the last part of its path."""
+    """What a recipe calls a model: its name and commit on the Hub, or its path as it was given; of
+    one that is absolute or leads up, the last part.
+    """
     if source.slices:
         raise DareError(
             f"{source.name!r} is made of layers of models, and has no name to refer to it by",
             "merge the layers first, by passthrough, and give the result",
         )
-    path = Path(os.path.abspath(source.path))
-    last = as_text(path.parent.name if path.name in MODEL_FILES else path.name)
-    return source.recorded or "+".join(map(recorded_name, source.joined)) or last
+    paths = (Path(source.name), Path(os.path.abspath(source.path)))
+    given, whole = (path.parent if path.name in MODEL_FILES else path for path in paths)
+    is_kept = is_inner_path(given.as_posix()) and not source.name.startswith("~")
+    own = given.as_posix() if is_kept else as_text(whole.name)
+    return source.recorded or "+".join(map(recorded_name, source.joined)) or own
 
 
 def path_hint(source: Source) -> str:

@@ -7,7 +7,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from darelib.core.text import ConfigError, DareError, as_text, list_names
 from darelib.core.tomlfile import MAX_TOML, read_toml
@@ -19,7 +19,7 @@ from darelib.models.directories import (
     VARIANT,
 )
 from darelib.models.packed import PACKED_KEY
-from darelib.models.source import RECIPE_FILE, Source
+from darelib.models.source import RECIPE_FILE, Source, is_template, last_parts
 from darelib.models.tensorfile import (
     PICKLE_SUFFIXES,
     WEIGHT_SUFFIXES,
@@ -173,12 +173,23 @@ def compare_recipes(made: str, wanted: str) -> str:
     """How an output's recipe differs from the one that is wanted, in words; empty: it does not."""
     try:
         old, new = map(read_toml, (made, wanted))
-        for key in NOT_COMPARED:
-            old["recipe"].pop(key, None)
-            new["recipe"].pop(key, None)
+        for recipe in (old, new):
+            for key in NOT_COMPARED:
+                recipe["recipe"].pop(key, None)
+            recipe["models"] = forget_folders(recipe["models"])
+            recipe["recipe"]["inputs"] = forget_folders(recipe["recipe"]["inputs"])
         return explain_difference(old, new)
     except UNSOUND:
         return "it cannot be read"
+
+
+def forget_folders(value: Any) -> Any:
+    """Names of models by the last parts of their paths: from any place, it is the same merge."""
+    if isinstance(value, dict):
+        return {key: forget_folders(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return list(map(forget_folders, value))
+    return last_parts(value) if isinstance(value, str) and not is_template(value) else value
 
 
 def _check_directory(target: Path, shown: str, force: bool) -> None:

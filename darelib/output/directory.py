@@ -23,7 +23,7 @@ from darelib.methods import METHODS
 from darelib.methods.settings import TensorSettings
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.directories import CONFIG_FILE, find_parts
-from darelib.models.source import RECIPE_FILE, Source, recorded_name
+from darelib.models.source import RECIPE_FILE, Source, last_parts, recorded_name
 from darelib.models.tensorfile import AGAIN_HINT, MAX_JSON, TensorInfo, open_regular
 from darelib.models.vocabulary import MAX_TOKENIZER, TOKENIZER_FILE
 from darelib.output.destination import RECIPE_KEY, digest_of, is_weights, list_files
@@ -227,9 +227,8 @@ def recipe_text(
 ) -> str:
     """Every setting that determines the output, as a configuration that makes it again.
 
-    Models are called by the last part of their path, so that the same merge gives the same bytes
-    from any place, and no path of this machine leaves it. files: the digests of a directory's
-    other files. packed: it is a packed model's.
+    No absolute path of this machine leaves it. files: the digests of a directory's other files.
+    packed: it is a packed model's.
     """
     import tomli_w
 
@@ -405,7 +404,9 @@ def card_name(source: Source) -> str:
 def show_name(recorded: str) -> str:
     """What a card calls a model: its name on the Hub, or the last part of its path."""
     name = printable(recorded)
-    return re.sub("@[^+]*", "", name) if "/" in name else name.removesuffix(".safetensors")
+    if "@" in name and "/" in name:
+        return re.sub("@[^+]*", "", name)
+    return last_parts(name).removesuffix(".safetensors")
 
 
 def as_code(name: str) -> str:

@@ -13,7 +13,7 @@ from darelib.config import is_count
 from darelib.core.text import LOG, ConfigError, list_names, nearest
 from darelib.methods import MERGEKIT
 from darelib.methods.mergekit import COUNTED, FIRST, ONLY, OPTIONAL
-from darelib.models.source import Source, is_last_part
+from darelib.models.source import Source, is_inner_path
 from darelib.requests.yamlfile import load_yaml
 
 KEYS: Final = (
@@ -360,7 +360,7 @@ def read_documents(text: str, path: str, lenient: bool) -> list[MergekitFile]:
     by_name: dict[str, MergekitFile] = {}
     for file in files:
         name = file.name
-        is_folder = is_last_part(name) and "/" not in name
+        is_folder = is_inner_path(name) and not {"/", "\\"} & {*name}
         file.check(not name or is_folder, "name", f"{name!r} is no name for a folder", "change it")
         whose = f"another document is called {name!r}" if name else "another one has none either"
         file.check(name not in by_name, "name", whose, "give each but the output a name of its own")

@@ -9,7 +9,7 @@ from darelib.config import CHECKS, RULE_SETTINGS, SWEEP_SETTINGS, Rule, check_se
 from darelib.core.mask import MASK_NAME
 from darelib.core.text import ConfigError, DareError
 from darelib.core.tomlfile import MAX_TOML, TOO_LONG, read_toml
-from darelib.models.source import RECIPE_FILE, Source, is_template, list_last_parts
+from darelib.models.source import RECIPE_FILE, Source, is_template, list_recorded_parts
 from darelib.requests.request import Request, explain_key
 
 YAML_SUFFIXES: Final = (".yaml", ".yml")  # of mergekit's configurations
@@ -161,9 +161,9 @@ def _check_names(path: str, names: Mapping[str, str], files: Sequence[Any]) -> N
     if "output_file" in names:
         raise ConfigError(f"{path}: a recipe names no output_file", hint)
     for name in files:
-        if not list_last_parts(name) and not (isinstance(name, str) and is_template(name)):
+        if not list_recorded_parts(name) and not (isinstance(name, str) and is_template(name)):
             raise ConfigError(
-                f"{path}: a recipe names models by the last part of their path, not {name!r}", hint
+                f"{path}: a recipe names no path that is absolute or leads up, like {name!r}", hint
             )
 
 

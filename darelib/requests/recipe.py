@@ -11,7 +11,14 @@ from darelib.core.text import DareError
 from darelib.models.directories import KNOWN_FILES
 from darelib.models.inputs import open_models
 from darelib.models.packed import PACKED_KEY
-from darelib.models.source import RECIPE_FILE, Source, download, list_last_parts, recorded_name
+from darelib.models.source import (
+    RECIPE_FILE,
+    Source,
+    download,
+    last_parts,
+    list_recorded_parts,
+    recorded_name,
+)
 from darelib.models.tensorfile import AGAIN_HINT, TensorFile
 from darelib.models.vocabulary import digest_tokenizer
 from darelib.output.destination import RECIPE_KEY
@@ -67,8 +74,8 @@ def explain_packed(path: Path) -> DareError:
 def locate_inputs(request: Request, given: Sequence[str], path: Path) -> Request:
     """A recipe's request, with its inputs where they are now: among the models given, or by name.
 
-    Names are looked for beside the merged model (or the recipe's file, path) and in the working
-    directory. Only what is what it was is accepted, by its fingerprint.
+    Paths are looked for beside the merged model (or the recipe's file, path), from the folder above
+    and in the working directory. Only what is what it was is accepted, by its fingerprint.
     """
     if request.packed:
         raise explain_packed(path)
@@ -108,7 +115,7 @@ def _find_input(
     name = str(entry.get("file", ""))
     candidates = [*map(Source.of_model, given), *_find_named(name, folders)]
     # The last one is named where none fits.
-    candidates.sort(key=lambda candidate: recorded_name(candidate) == name)
+    candidates.sort(key=lambda each: last_parts(recorded_name(each)) == last_parts(name))
     looked = " nor in ".join(repr(str(folder)) for folder in dict.fromkeys(folders))
     why = f"it is {'not' if folders[0] == folders[1] else 'neither'} in {looked}"
     fitting: list[Source] = []
@@ -133,15 +140,19 @@ def _find_named(name: str, folders: Sequence[Path]) -> Iterator[Source]:
     """What has the name of an input, on the Hub or in these folders; also a model and an adapter
     that have it together.
     """
-    for way in list_last_parts(name):
+    for way in list_recorded_parts(name):
         found = [_find_part(part, folders) for part in way]
         for sources in itertools.product(*found):
             yield Source.join(*sources) if len(sources) > 1 else sources[0]
 
 
 def _find_part(name: str, folders: Sequence[Path]) -> list[Source]:
-    paths = [path for folder in folders for path in (folder / name, folder)]
-    named = [path for path in paths if name and path.name == name and os.path.exists(path)]
+    last = Path(name).name
+    above = [folders[0].parent] if last != name else []  # adapters/math, for adapters/merged
+    paths = [folder / name for folder in (*folders, *above)]
+    paths += [path for folder in folders for path in (folder / last, folder)]  # which were moved
+    unique = dict.fromkeys(paths)
+    named = [path for path in unique if path.name == last and os.path.exists(path)]
     is_on_hub = "@" in name and "/" in name
     return [*(Source(str(path), path) for path in named), *([Source.of(name)] if is_on_hub else ())]
 
@@ -150,10 +161,11 @@ def _locate(what: str, source: Source | None, inputs: Sequence[Source]) -> Sourc
     """Whose tokenizer or chat template a recipe asks for: an input's, or what a flag names."""
     if source is None or source.is_word or not source.recorded:
         return source
-    for model in inputs:
-        for part in (model, *model.joined):
-            if recorded_name(part) == source.name:
-                return part
+    parts = [part for model in inputs for part in (model, *model.joined)]
+    for shorten in (str, last_parts):  # it may have been given by another path
+        for part in parts:
+            if shorten(recorded_name(part)) == shorten(source.name):
+                return dataclasses.replace(part, recorded=source.name)
     raise DareError(
         f"the {what} of the recipe, {source.name!r}, is none of its inputs",
         f"say where it is with --{what.replace('_', '-')}",

@@ -242,7 +242,7 @@ class DareMerger:
         path of a merged model, which is written in folder, over the one before unless keep_models;
         in_memory, a state dict; or the live model, into whose tensors it was merged, and which
         holds the winner in the end. space: as under [sweep] in TOML. options: trials, search,
-        objectives, confirm, storage and study (darelib.commands.sweep.search.Options).
+        objectives, storage and study (darelib.commands.sweep.search.Options).
         """
         from darelib.commands.sweep.start import sweep_models
 

@@ -383,7 +383,7 @@ def test_the_documents_code_runs(
         'base_file = "base.safetensors"\nmerge_files = ["math.safetensors", "code.safetensors"]\n'
     )
     score = f"'{sys.executable}' -c 'print(1)' {{model}}"
-    sweep = ["sweep", "--evaluate", score, "--trials", "1", "--confirm", "0"]
+    sweep = ["sweep", "--evaluate", score, "--trials", "1"]
     for block in find_blocks("toml"):
         whole = "[models]" in block
         Path("config.toml").write_text(block if whole else f"[models]\n{table}{block}")

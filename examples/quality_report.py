@@ -17,8 +17,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmark_report import table
 
-from darelib.commands.sweep.report import chance
-
 Results = dict[str, Any]
 Rows = list[list[str]]
 # A family or a kind of network, and how many skills are merged.
@@ -134,6 +132,22 @@ def probability(values: Sequence[float]) -> float:
         return 0.0
     error = stdev(values) / math.sqrt(len(values))
     return 2 * chance(abs(fmean(values)) / error, len(values) - 1)
+
+
+def chance(t: float, freedom: int) -> float:
+    """The chance that Student's t with so many degrees of freedom is above t >= 0.
+
+    Abramowitz and Stegun, 26.7.3-4.
+    """
+    is_odd = freedom % 2
+    angle = math.atan(t / math.sqrt(freedom))
+    term = math.cos(angle) if is_odd else 1.0
+    total = 0.0
+    for k in range(2 + is_odd, freedom + 1, 2):
+        total += term
+        term *= math.cos(angle) ** 2 * (k - 1) / k
+    inside = math.sin(angle) * total
+    return (1 - (2 / math.pi * (angle + inside) if is_odd else inside)) / 2
 
 
 def correct(found: Sequence[float]) -> list[float]:

@@ -209,7 +209,7 @@ def test_branches_that_move_during_a_sweep_or_an_analysis_change_nothing_of_it(
         "    return 1.0\n"
     )
     models = ("-b", "org/base", "-m", "org/math", "--tokenizer", "org/base", "--engine", "plain")
-    search = ("--vary", "drop_rate=[0.1, 0.5]", "--search", "grid", "--confirm", "0")
+    search = ("--vary", "drop_rate=[0.1, 0.5]", "--search", "grid")
     run("sweep", "-q", *models, *search, "--evaluate", "moves.py:score", "--keep-models", "kept")
     move(COMMITS)
     measure_deltas = analyze_measure.measure_deltas

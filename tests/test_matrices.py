@@ -323,7 +323,7 @@ def test_a_search_in_memory_solves_once_for_all_lambdas(monkeypatch: Patch) -> N
 
     config = DareConfig(method="wudi", drop_rate=0, verbose=False)
     space = {"lambda_coeff": [0.5, 1.0, 1.5], "ridge": [0.1, 1.0]}
-    found = dare_sweep(base, models, score, space, config, search="grid", confirm=0)
+    found = dare_sweep(base, models, score, space, config, search="grid")
     assert len(solved) == 4, "once for each matrix and ridge"
     best = dare_merge(base, models, replace(config, **found.best.params))
     assert found.best.mean(0) == pytest.approx(score(best))

@@ -5,8 +5,6 @@ import itertools
 import json
 import logging
 import os
-import pickle
-import random
 import re
 import shlex
 import signal
@@ -21,16 +19,17 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import optuna
 import pytest
 import torch
+from matplotlib import pyplot
 from safetensors import safe_open
 from safetensors.torch import load_file
 from sqlalchemy import Engine, event
 
 import dare
 from dare import ConfigError, DareConfig, DareError, DareMerger, SweepReport, dare_merge, dare_sweep
-from darelib.commands.sweep.report import chance
 from tests.scene import wait_for
 from tests.support import (
     HERE,
@@ -43,7 +42,6 @@ from tests.support import (
     make_models,
     run,
     save_models,
-    slow,
     snapshot,
     write_config,
 )
@@ -62,8 +60,7 @@ def score(path):
     rate, scale = made.get("drop_rate", 0), made.get("lambda_coeff", 1)
     with open("calls.jsonl", "a") as calls:
         print(json.dumps([os.getpid(), rate, scale, made.get("seed")]), file=calls)
-    noise = (rate > 0) * made.get("seed", 0) % 5 * 1e-4
-    value = -((rate - 0.8) ** 2) - (scale - 1) ** 2 + noise if made else -1.0
+    value = -((rate - 0.8) ** 2) - (scale - 1) ** 2 if made else -1.0
 """
 
 
@@ -125,11 +122,11 @@ def sweep(
 ) -> SweepReport:
     names = [f"{name}.safetensors" for name in ("base", "math", "code")]
     return DareMerger(names[0], names[1:], DareConfig(engine="plain", **(config or {}))).sweep(
-        evaluate, space, search=search, **{"confirm": 0, **options}
+        evaluate, space, search=search, **options
     )
 
 
-@pytest.mark.parametrize(("search", "near"), [("tpe", 0.01), ("random", 0.05), slow("cmaes", 0.03)])
+@pytest.mark.parametrize(("search", "near"), [("tpe", 0.01), ("random", 0.05)])
 def test_a_search_finds_a_known_optimum(tmp_path: Path, search: str, near: float) -> None:
     before = snapshot(tmp_path)
     seen = list[float]()
@@ -139,12 +136,12 @@ def test_a_search_finds_a_known_optimum(tmp_path: Path, search: str, near: float
         return seen[-1]
 
     found = sweep(depth, TUNED, search, trials=25, objectives=["score:min"])
-    assert 0 <= found.best.mean(0) == min(row.scores[0] for row in found.rows) < near
+    assert 0 <= found.best.scores[0] == min(row.scores[0] for row in found.rows) < near
     assert found.winner is found.best is found.ranked[0]
     assert (found.base, len(found.rows), found.failures) == ([1.0], 25, [])
-    # The plain average is scored all over the range of lambda, and with those of the best three.
+    # The plain average is scored all over the range of lambda, and with that of the best.
     assert {0.0, 0.5, 1.0, 1.5, 2.0} < {row.config.lambda_coeff for row in found.averages}
-    assert (len(seen), len(found.averages)) == (1 + 25 + 8, 8)
+    assert (len(seen), len(found.averages)) == (1 + 25 + 6, 6)
     assert snapshot(tmp_path) == before, "nothing is left behind"
 
 
@@ -174,9 +171,6 @@ def test_a_grid_tries_every_combination_that_makes_sense_once() -> None:
     )
     assert (tried[0], tried[-1]["drop_rate"]) == ({}, 0.0), "the base first, the plain average last"
     assert len(sweep(hill, {"drop_rate": [0.1, 0.2, 0.3]}, trials=2).rows) == 2
-    assert sweep(hill, {"drop_rate": [0, 0.5]}).best.params == {"drop_rate": 0.5}, (
-        "also without fresh seeds"
-    )
     stored: Any = {
         "storage": "sqlite:///x.db",
         "study": "x",
@@ -190,21 +184,18 @@ def test_a_grid_tries_every_combination_that_makes_sense_once() -> None:
 
 @pytest.mark.slow
 def test_the_same_command_goes_on_with_its_study(capsys: Capture) -> None:
-    flags = command("--vary", "drop_rate = {low = 0.1, high = 0.9}", "--confirm", "3", "--trials")
+    flags = command("--vary", "drop_rate = {low = 0.1, high = 0.9}", "--trials")
     run(*flags, "3")
     first = calls()
-    assert len(first) == 1 + 3 + 3 * 3 + 1
+    assert len(first) == 1 + 3 + 1
     run(*flags, "3", "--storage", "sqlite:///config_sweep.db?timeout=20")
     assert calls() == first, "nothing is scored again"
     run(*flags, "5", "--json")
     printed = capsys.readouterr()
     assert "going on with the study" in printed.err
-    rates = [call[1] for call in calls()[len(first) :]]
-    # Two new trials, and what they make necessary.
-    assert len(set(rates[:2]) - {call[1] for call in first}) == 2
+    assert len({call[1] for call in calls()[len(first) :]} - {call[1] for call in first}) == 2
     shown = json.loads(printed.out.partition("\n{")[2].join(["{", ""]))
     assert sorted(each["number"] for each in shown["trials"]) == list(range(5))
-    assert max(len(each.get("confirmed", ())) for each in shown["trials"]) == 3
     # Another space, other settings, another or an edited evaluation, other models: another study.
     same = [*flags[5:], "1"]
     for words, values in (
@@ -227,16 +218,12 @@ def test_what_is_chosen_again_is_not_merged_again_and_a_named_study_is_of_one_se
         "drop_rate=[0.2, 0.8]",
         "--trials",
         "8",
-        "--confirm",
-        "3",
         "--study",
         "mine",
         "--keep-models",
     ]
     run(*command(*flags, "kept"))
-    assert Counter(call[1] for call in calls()) == {0: 1 + 1, 0.2: 1 + 3, 0.8: 1 + 3}, (
-        "both are scored with fresh seeds"
-    )
+    assert Counter(call[1] for call in calls()) == {0: 1 + 1, 0.2: 1, 0.8: 1}
     assert {"mine", "mine-trial-0000.safetensors"} < set(os.listdir("kept"))
     assert capsys.readouterr().out.count("drop rate 0.8") == 2, "in the table, and in the verdict"
     run(*command(*flags, "kept", lambda_coeff=0.5), status=2)
@@ -244,26 +231,11 @@ def test_what_is_chosen_again_is_not_merged_again_and_a_named_study_is_of_one_se
     # Weights make a merge longer, so that a plain average as long is what it is compared with;
     # packed models are swept.
     found = sweep(hill, {"weights": [[0.75, 0.75], [1.0, 1.0]]}, config={"drop_rate": 0.5})
-    assert {row.config.lambda_coeff for row in found.averages} == {1.0, 1.5, 2.0}
+    assert {row.config.lambda_coeff for row in found.averages} == {1.0, 1.5}
     packing = "pack -q -b base.safetensors -m math.safetensors -o math.packed --engine plain"
     run(*packing.split())
     merger = DareMerger("base.safetensors", ["math.packed"], DareConfig(engine="plain"))
-    assert len(merger.sweep(hill, {"drop_rate": [0.9, 0.95]}, search="grid", confirm=0).rows) == 2
-
-
-@pytest.mark.slow
-def test_what_comes_after_the_trials_is_announced_and_in_the_time_that_is_left(
-    capsys: Capture,
-) -> None:
-    judge("    time.sleep(0.4 * (rate > 0))\n    return value")
-    flags = ["--vary", "drop_rate=[0.2, 0.8]", "--search", "grid", "--confirm"]
-    flags = command(*flags, evaluate="judge.py:score")
-    run(*flags, "3", "--study", "confirmed")
-    printed = capsys.readouterr().err
-    assert re.search(r"\[2/2\].*, about [2-9]\S* s left", printed), "six seeds and an average"
-    assert "fresh seeds" in printed
-    run(*flags, "0", "--study", "not")
-    assert "fresh seeds" not in capsys.readouterr().err
+    assert len(merger.sweep(hill, {"drop_rate": [0.9, 0.95]}, search="grid").rows) == 2
 
 
 def test_models_are_kept_whatever_the_study_is_called() -> None:
@@ -289,7 +261,7 @@ def test_what_a_killed_sweep_left_is_removed_by_the_next_and_nothing_else_is(
     tmp_path: Path,
 ) -> None:
     judge("    if os.path.exists('kill') and rate: os.kill(os.getpid(), 9)\n    return value")
-    flags = command("--vary", "drop_rate=[0.5]", "--confirm", "0", evaluate="judge.py:score")
+    flags = command("--vary", "drop_rate=[0.5]", evaluate="judge.py:score")
     Path(".sweep-mine").mkdir()
     Path(".sweep-mine/merged.safetensors").touch()
     Path("kill").touch()
@@ -326,7 +298,7 @@ def test_two_processes_work_on_one_study() -> None:
         time.sleep(0.02)
     return value""")
     rates = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
-    flags = ["--vary", f"drop_rate={rates}", "--search", "grid", "--confirm", "0"]
+    flags = ["--vary", f"drop_rate={rates}", "--search", "grid"]
     flags = command(*flags, evaluate="judge.py:score")
     words = [sys.executable, str(HERE / "dare.py"), *flags]
     first = subprocess.Popen([*words, "--write-config", "first.toml"], stderr=subprocess.PIPE)
@@ -384,22 +356,15 @@ def test_a_score_is_the_last_number_of_the_last_line_or_named_in_json(
         assert sweep(evaluate, {"drop_rate": [0.5]}).rows[0].scores == [score]
 
 
-@pytest.mark.slow
 @POSIX
-def test_what_an_evaluation_prints_takes_no_room_and_what_it_leaves_running_is_not_waited_for() -> (
-    None
-):
-    """With files of at most 1 MB: to print more into one would end the evaluation."""
+def test_what_an_evaluation_leaves_running_is_not_waited_for() -> None:
     judge("""
     import subprocess
-    for _ in range(40):
-        print("x" * 99_999)
-        print("y" * 99_999, file=sys.stderr)
+    print("x" * 99_999)
     child = subprocess.Popen(["sleep", "60"], start_new_session=True)
     open("child", "w").write(str(child.pid))
     return 0.25""")
-    limited = f"""bash -c 'ulimit -f 1000; "$0" judge.py "$1"' "{sys.executable}" {{model}}"""
-    found = sweep(limited, {"drop_rate": [0.1]})
+    found = sweep(AS_COMMAND, {"drop_rate": [0.1]})
     assert (found.base, found.rows[0].scores) == ([0.25], [0.25])
     os.kill(int(Path("child").read_text()), signal.SIGKILL)
 
@@ -420,7 +385,7 @@ def test_an_evaluation_that_fails_costs_its_trial_only_and_what_it_printed_is_ke
         os.kill(os.getpid(), signal.SIGKILL)
     return {0.4: "nothing", 0.5: "nan"}.get(rate, value)""")
     rates = "drop_rate=[0.1, 0.2, 0.3, 0.4, 0.5, 0.6]"
-    flags = ["--vary", rates, "--search", "grid", "--confirm", "0", "--timeout", "6"]
+    flags = ["--vary", rates, "--search", "grid", "--timeout", "6"]
     flags = command(*flags, evaluate=AS_COMMAND)
     run(*flags)
     trials = optuna.load_study(storage="sqlite:///config_sweep.db", study_name=None).trials
@@ -456,7 +421,7 @@ def test_an_evaluation_that_cannot_score_the_base_ends_it_at_once(
 
 def test_a_study_in_which_nothing_was_scored_may_become_another_one() -> None:
     optuna.create_study(storage="sqlite:///config_sweep.db", study_name="other")
-    flags = ("--vary", "drop_rate=[0.1]", "--search", "grid", "--confirm", "0", "--study", "mine")
+    flags = ("--vary", "drop_rate=[0.1]", "--search", "grid", "--study", "mine")
     Path("bad.py").write_text("def score(path):\n    raise RuntimeError('no tokenizer')\n")
     run(*command(*flags, evaluate="bad.py:score"), status=1)
     run(*command(*flags, lambda_coeff=0.5))
@@ -526,9 +491,7 @@ def test_state_dicts_and_live_models_are_searched_in_memory(models: Models, tmp_
         return -float(sum((state[name] - goal[name]).abs().sum() for name in goal))
 
     def search(states: list[Any], model: Any = None, evaluate: Any = miss) -> SweepReport:
-        return dare_sweep(
-            states[0], states[1:], evaluate, SPACE, model=model, search="grid", confirm=0
-        )
+        return dare_sweep(states[0], states[1:], evaluate, SPACE, model=model, search="grid")
 
     before = snapshot(tmp_path)
     plain = search([base, *tunes])
@@ -572,56 +535,86 @@ def test_state_dicts_and_live_models_are_searched_in_memory(models: Models, tmp_
     assert snapshot(tmp_path) == before, "nothing is written"
 
 
-@pytest.mark.slow
-def test_fresh_seeds_share_no_mask_and_the_verdict_is_that_of_students_t() -> None:
-    from scipy import stats
+@pytest.mark.parametrize(
+    ("base", "average", "trial", "verdict"),
+    [
+        (0, 0.5, 1, "The best merge is trial 0 (drop rate 0.5), with 1, better than the plain"),
+        (0, 1, 1, "No trial scores better than the plain average (lambda 1: 1), so that is the"),
+        (1, 0.5, 1, "The best merge is trial 0 (drop rate 0.5), with 1, better than the plain"),
+        (1, 0.5, 0, "The base beats every merge: it has 1, and the best, plain average: lambda 1,"),
+    ],
+)
+def test_the_best_is_compared_with_the_plain_average_and_with_the_base(
+    capsys: Capture, base: float, average: float, trial: float, verdict: str
+) -> None:
+    judge(f"    return {trial} if rate else {average} if made else {base}")
+    flags = command("--vary", "drop_rate=[0.5]", "--search", "grid", evaluate="judge.py:score")
+    run(*flags)
+    printed = capsys.readouterr()
+    assert verdict in printed.out
+    is_beaten = verdict.startswith("The base")
+    assert Path("config_best.toml").exists() != is_beaten
+    assert ("no configuration was written" in printed.err) == is_beaten
+    run(*flags, "--force")
+    settings = tomllib.loads(Path("config_best.toml").read_text())["dare"]
+    assert settings["drop_rate"] == (0.5 if trial > average else 0)
 
-    seeds: list[tuple[int, ...]] = []
 
+@pytest.mark.parametrize(
+    ("space", "remark"),
+    [
+        ({"lambda_coeff": {"low": 0.1, "high": 0.9, "step": 0.3}}, "best lambda_coeff is at"),
+        ({"lambda_coeff": {"low": 0.1, "high": 1.5, "step": 0.3}}, ""),
+        ({"ridge": {"low": 1e-9, "high": 1e-8, "log": True}}, "range, 1e-08: a wider one"),
+        ({"drop_rate": {"low": 0, "high": 0.4, "step": 0.2}}, ""),  # nothing below 0 can be
+    ],
+)
+def test_a_best_value_at_the_end_of_its_range_is_remarked_on(space: Any, remark: str) -> None:
     def score(path: Path) -> float:
-        made = settings_of(path)
-        seeds.append(tuple(made.get("seeds", ())))
-        return (
-            (hill(path) + random.Random(made["seed"]).gauss(0, 0.05 * (made["drop_rate"] > 0)))
-            if made
-            else -1.0
+        """Best at lambda 1, drop rate 0 and a large ridge."""
+        made = settings_of(path) or {"lambda_coeff": 9, "drop_rate": 1}
+        return -abs(made["lambda_coeff"] - 1) - made["drop_rate"] + (made.get("ridge") or 0) * 1e6
+
+    config = {"method": "wudi", "drop_rate": 0}
+    found = sweep(score, space, "tpe", config, trials=12)
+    assert remark in str(found)
+    assert ("at the end of its range" in str(found)) == bool(remark)
+
+
+def test_a_trial_has_one_number_everywhere_and_axes_have_the_models_names(capsys: Capture) -> None:
+    flags = ["--vary", "weights = {low = 0, high = 1, step = 1}", "--vary", "drop_rate = [0.5]"]
+    flags += ["--search", "grid", "--keep-models", "kept", "--json", "--plot", "found.png"]
+    run(*command(*flags))
+    printed = capsys.readouterr()
+    shown = json.loads(printed.out)["trials"]
+    study = optuna.load_study(storage="sqlite:///config_sweep.db", study_name=None)
+    for trial in shown:
+        weights = trial["params"]["weights math"], trial["params"]["weights code"]
+        number = trial["number"]
+        assert study.trials[number].params == trial["params"]
+        [kept] = Path("kept").glob(f"*-trial-{number:04}.safetensors")
+        assert settings_of(kept)["weights"] == list(weights)
+        assert re.search(
+            rf"trial {number}: .*math {weights[0]:g}, weights code {weights[1]:g}: .* of 3 done",
+            printed.err,
         )
-
-    found = sweep(score, {"drop_rate": [0, 0.7, 0.75, 0.85, 0.9]}, config={"seed": 7}, confirm=4)
-    assert Counter(seeds) == {
-        (): 1,
-        (7, 8): 5 + 1,
-        **{(seed, seed + 1): 3 for seed in (9, 11, 13, 15)},
-    }
-    assert found.average.scores == [pytest.approx(-0.64)]
-    values = [each[0] for each in found.best.confirmed]
-    p = 3 * stats.ttest_1samp(values, found.average.scores[0], alternative="greater").pvalue
-    assert found.probability == pytest.approx(p, rel=1e-9)
-    assert re.search(rf"lambda 1: -0\.64.* more than .* 4 fresh seeds, p = {p:.2g}", found.verdict)
-    for freedom, t in itertools.product(range(1, 9), (0.0, 0.3, 1.0, 2.5, 12.7)):
-        assert chance(t, freedom) == pytest.approx(stats.t.sf(t, freedom), rel=1e-9)
+    assert len(shown) == 3, "all but two weights of 0"
+    assert Path("found.png").read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.slow
-def test_noise_is_not_called_better_and_the_plain_average_wins_ties(models: Models) -> None:
-    base, *tunes = map(load_file, models)
-    plain = dare_merge(base, tunes, DareConfig(drop_rate=0.0))
-    space = {"drop_rate": [0, 0.5, 0.7, 0.8, 0.9]}
-
-    def noise(state: Any) -> float:
-        alike = all(torch.equal(state[name], plain[name]) for name in plain)
-        return 0.0 if alike else random.Random(str(state["layer.weight"].sum())).gauss(0, 1)
-
-    reports = [
-        dare_sweep(base, tunes, noise, space, DareConfig(seed=seed), search="grid")
-        for seed in range(0, 2000, 100)
-    ]
-    for found in reports:
-        assert (found.winner is found.average) == (found.best.mean(0) <= 0)
-    # One in twenty at most, but for luck.
-    assert sum("more than its seeds" in found.verdict for found in reports) <= 2
-    tie = dare_sweep(base, tunes, lambda state: 1.0, space, search="grid")
-    assert (tie.winner is tie.average, tie.probability) == (True, None)
+def test_pictures_are_optunas() -> None:
+    space = {"weights": {"low": 0, "high": 1}, "method": ["linear", "ties"], "keep_ratio": [0.5, 1]}
+    Path("math.safetensors").rename("$m_$.safetensors")
+    merger = DareMerger("base.safetensors", ["$m_$.safetensors"], DareConfig(engine="plain"))
+    found = merger.sweep(lambda path: len(path.read_bytes()), space, trials=6)
+    labels = {axis.get_xlabel() for axis in found.plot().axes}
+    assert {"weights $m_$", "method", "keep_ratio"} < labels
+    dare.plot_sweep(found, "found.svg")
+    both = merger.sweep(
+        lambda path: {"a": 1, "b": 2}, space, trials=2, objectives=["a:max", "b:min"]
+    )
+    [axis] = both.plot().axes
+    assert (axis.get_xlabel(), axis.get_ylabel()) == ("a", "b")
 
 
 @pytest.mark.slow
@@ -629,16 +622,16 @@ def test_the_winners_configuration_makes_the_very_model_that_was_scored(capsys: 
     rules = "[[rules]]\nmatch = 'head.*'\nlambda_coeff = 0.5\n"
     rules += "[[sweep.rules]]\nmatch = 'layer.*'\nlambda_coeff = [1.0]\n"
     flags = ["--vary", "drop_rate = [0.5, 0.8]", "--vary", "method = ['ties']", "--search", "grid"]
-    flags += ["--keep-models", "kept", "--plot", "found.png"]
+    flags += ["--keep-models", "kept"]
     run(*command(*flags, text=rules, weights=[1, 2], method="ties", keep_ratio=0.5))
     printed = capsys.readouterr()
-    assert re.search(r"\n\[2/2\] method ties, drop rate 0.8, .*: 0.0002 ", printed.err)
-    assert re.search(r"\ntrial 1: .* 0.8.*\ntrial 0: .*\nplain average: .*\nbase +-1 ", printed.out)
-    assert Path("found.png").read_bytes()[:4] == b"\x89PNG"
+    assert re.search(
+        r"\ntrial 1: .* 0.8.*\ntrial 0: .*\nplain average: .*\nbase +-1\n", printed.out
+    )
     run("-q", "-c", "config_best.toml", "--engine", "plain", "-o", "again.safetensors")
     [scored] = Path("kept").glob("*-trial-0001.*")
     assert Path("again.safetensors").read_bytes() == scored.read_bytes()
-    assert len(os.listdir("kept")) == 2 + 2 * 5 + 1
+    assert len(os.listdir("kept")) == 2 + 1
 
 
 @pytest.mark.slow
@@ -647,7 +640,7 @@ def test_an_interrupt_waits_for_the_trial_a_second_one_does_not_and_the_same_com
     tmp_path: Path,
 ) -> None:
     judge("    while os.path.exists(f'wait{rate}'): time.sleep(0.02)\n    return value")
-    flags = ["--vary", "drop_rate=[0.1, 0.2, 0.3, 0.4]", "--search", "grid", "--confirm", "0"]
+    flags = ["--vary", "drop_rate=[0.1, 0.2, 0.3, 0.4]", "--search", "grid"]
     flags = command(*flags, evaluate=AS_COMMAND)
 
     def interrupt(rate: float, then: Callable[[subprocess.Popen[str]], None]) -> str:
@@ -668,38 +661,14 @@ def test_an_interrupt_waits_for_the_trial_a_second_one_does_not_and_the_same_com
         assert left.endswith("interrupted\nhint: the same command goes on from here\n")
         return left
 
-    assert "[2/4] drop rate 0.2" in interrupt(0.2, lambda _: Path("wait0.2").unlink())
-    assert "[4/4]" not in interrupt(0.4, lambda process: process.send_signal(signal.SIGINT))
+    assert "trial 1: drop rate 0.2" in interrupt(0.2, lambda _: Path("wait0.2").unlink())
+    assert "4 of 4 done" not in interrupt(0.4, lambda process: process.send_signal(signal.SIGINT))
     wait_for(lambda: has_ended(calls()[-1][0]))
     Path("wait0.4").unlink()
     run(*flags)
     assert [call[1] for call in calls() if call[1]] == [0.1, 0.2, 0.3, 0.4, 0.4], (
         "what was stopped is tried again"
     )
-
-
-class Code:
-    """Makes a directory when it is unpickled."""
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, ("unpickled",)
-
-
-@pytest.mark.slow
-def test_nothing_in_a_study_is_unpickled_whatever_the_search(tmp_path: Path) -> None:
-    stored: Any = {"search": "cmaes", "storage": "sqlite:///x.db", "study": "x"}
-    sweep(hill, TUNED, trials=3, **stored)
-    storage = optuna.storages.RDBStorage("sqlite:///x.db")
-    numbers = [trial._trial_id for trial in storage.get_all_trials(1)]
-    with sqlite3.connect("x.db") as study:
-        rows = [
-            (number, "cma:optimizer:0", json.dumps(pickle.dumps(Code()).hex()))
-            for number in numbers
-        ]
-        add = "insert into trial_system_attributes (trial_id, key, value_json) values (?, ?, ?)"
-        study.executemany(add, rows)
-    assert len(sweep(hill, TUNED, trials=6, **stored).rows) == 6
-    assert not Path("unpickled").exists()
 
 
 def cut(study: Path) -> None:
@@ -730,7 +699,7 @@ DAMAGES: list[Callable[[Path], Any]] = [
 def test_a_damaged_study_or_that_of_another_tool_is_refused(
     tmp_path: Path, capsys: Capture
 ) -> None:
-    flags = ["--vary", "drop_rate={low=0.1,high=0.9}", "--confirm", "0", "--study", "mine"]
+    flags = ["--vary", "drop_rate={low=0.1,high=0.9}", "--study", "mine"]
     flags = command(*flags, "--trials")
     run(*flags, "2")
     study = Path("config_sweep.db")
@@ -750,14 +719,15 @@ def test_a_sweep_leaves_the_process_as_it_was(monkeypatch: Patch) -> None:
         levels = {name: logging.getLogger(name).level for name in ("optuna", "dare")}
         handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
         folder = (os.getcwd(), dict(os.environ))
-        return levels, list(warnings.filters), list(sys.path), handlers, folder, sys.stdout
+        looks = (dict(matplotlib.rcParams), pyplot.get_fignums())
+        return levels, list(warnings.filters), list(sys.path), handlers, folder, sys.stdout, looks
 
     optuna.logging.set_verbosity(optuna.logging.INFO)
     before = look()
     Path("helper.py").write_text("value = 0.5")
     # What is beside the file is imported, also while the function runs.
     Path("late.py").write_text("def score(path):\n    import helper\n    return helper.value\n")
-    sweep("late.py:score", {"drop_rate": [0.1, 0.5]}, storage="sqlite:///x.db")
+    sweep("late.py:score", {"drop_rate": [0.1, 0.5]}, storage="sqlite:///x.db").plot()
     with pytest.raises(DareError, match="score the base"):
         sweep(lambda path: "nothing", {"drop_rate": [0.1]})
     assert look() == before
@@ -784,21 +754,17 @@ def test_models_that_change_end_the_search() -> None:
         ("--evaluate config.toml.py:f", 2, "no file"),
         ("--objective accuracy", 2, "must be NAME:max or NAME:min"),
         ("--trials 0", 2, "trials must be a whole number from 1"),
-        ("--confirm 1", 2, "so few fresh seeds"),
-        ("--search cmaes --objective a:max b:min", 2, "cmaes takes one objective"),
         ("--timeout 5", 2, "is for commands"),
         ("--write-config config.toml --force", 2, "is the configuration itself"),
-        ("--confirm 2", 2, "so few fresh seeds"),
         ("--write-config config_sweep.db --force", 2, "is the study itself"),
-        ("--search cmaes", 2, "needs two ranges"),
         ("--write-config math.safetensors --force", 2, "is the input"),
         ("--objective a:max a:min", 2, "have one name"),
         ("--evaluate 'cat {model} | tail'", 2, "without a shell"),
         ("--evaluate 'cat {model} | wc'", 2, """bash -c '... "$1" ...' bash {model}"""),
         ("--in-memory --keep-models x", 2, "no models to keep"),
         ("--evaluate 'echo {model}' --in-memory", 2, "a command needs models in files"),
-        ("--storage sqlite:///no/such.db", 1, "cannot open the study"),
-        ("--storage ::", 1, "cannot open the study"),
+        ("--storage sqlite:///no/such.db", 1, "cannot be used: OperationalError"),
+        ("--storage ::", 1, "cannot be used: "),
         ("--keep-models config.toml/x", 1, "cannot write models in"),
         ("--plot a.gif", 2, "cannot be written"),
         (
@@ -822,4 +788,4 @@ def test_wrong_usage_is_refused_before_anything_is_merged(
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     error = refused(status, message, *(words[:3] if flags == "without" else words))
     assert error.count("error: ") == 1
-    assert flags != "optuna" or "optuna cmaes" in error or "--extra sweep" in error
+    assert flags != "optuna" or "optuna" in error or "--extra sweep" in error

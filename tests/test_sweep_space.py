@@ -46,7 +46,7 @@ def test_settings_are_only_asked_where_they_mean_something_and_others_do_not_hin
     config = DareConfig(method="ties", keep_ratio=0.3, engine="plain", rules=rules)
     merger = DareMerger(models[0], models[1:], config)
     found = merger.sweep(
-        lambda path: 1.0, space, folder=models[0].parent, search="random", trials=40, confirm=0
+        lambda path: 1.0, space, folder=models[0].parent, search="random", trials=40
     )
     assert (len(found.rows), found.failures) == (40, []), "none was refused"
     for row in found.rows:
@@ -54,25 +54,21 @@ def test_settings_are_only_asked_where_they_mean_something_and_others_do_not_hin
         method = row.params["method"]
         drop = row.params.get("drop", "random")
         assert (drop, "drop" in names) == ((drop, True) if method != "slerp" else ("random", False))
-        assert ("slerp_t" in names) == (method == "slerp") == ("weights.0" not in names)
+        assert ("slerp_t" in names) == (method == "slerp") == ("weights math" not in names)
         assert ("keep_ratio" in names) == (method == "ties" and drop == "random")
         assert ("gamma" in names, "epsilon" in names) == (drop == "breadcrumbs", drop == "della")
         assert ("rescale_q" in names) == (drop == "random")
         assert row.params.get("rescale_q", 1) >= 1 - row.params["drop_rate"]
         assert row.params.get("slerp_t", 0) in (0, 0.25, 0.5, 0.75, 1)
-        assert (
-            0.5
-            <= row.params["rules.0.drop_rate.0"]
-            <= 0.6
-            < 0.7
-            <= row.params["rules.0.drop_rate.1"]
-            <= 0.8
-        )
+        rates = tuple(row.params[f"rule 1 drop_rate {model}"] for model in ("math", "code"))
+        assert 0.5 <= rates[0] <= 0.6 < 0.7 <= rates[1] <= 0.8
         [own, *kept] = row.config.typed_rules
-        assert own.drop_rate == tuple(row.params[f"rules.0.drop_rate.{i}"] for i in range(2))
+        assert own.drop_rate == rates
         assert kept[0].match == ("layer.*",)
         assert row.config.weights == (
-            tuple(row.params[f"weights.{i}"] for i in (0, 1)) if method != "slerp" else None
+            tuple(row.params[f"weights {model}"] for model in ("math", "code"))
+            if method != "slerp"
+            else None
         )
     assert len({row.params["method"] for row in found.rows}) == 4
     assert found.averages[0].config.method == "linear"
@@ -217,7 +213,9 @@ def test_whatever_is_chosen_can_be_merged_or_is_refused(
         warnings.simplefilter("error", UserWarning)
         try:
             choices = Space(
-                space | ({"rules": [{"match": "*weight", **rule}]} if rule else {}), config, 2
+                space | ({"rules": [{"match": "*weight", **rule}]} if rule else {}),
+                config,
+                ["b", "c"],
             )
             chosen = choices.choose(trial)
             for made in (chosen, choices.plain_average(1.0)):

@@ -24,7 +24,7 @@ EXTRAS: Final = {
     "torch": "torch safetensors",
     "hub": "huggingface_hub",
     "plot": "matplotlib",
-    "sweep": "optuna cmaes",
+    "sweep": "optuna",
     "ray": "ray",
 }
 # As terminals number them.

@@ -1,11 +1,15 @@
 """`dare.py sweep`: its options, and what they ask for: settings chosen by an evaluation.
 
-start: where models are made, and what is written; space: what may be chosen; evaluation: scores;
-search: the trials; report: what was found.
+space: what may be chosen; search: the trials; start: where their models are made; evaluation: their
+scores; report: what was found.
 """
 
+from __future__ import annotations
+
+import os
+from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 from darelib.commands.options import (
     CONTINUES,
@@ -21,8 +25,13 @@ from darelib.commands.options import (
     show,
 )
 from darelib.core.interrupts import Terminated
-from darelib.core.text import LOG, ConfigError
+from darelib.core.text import LOG, ConfigError, printable
 
+if TYPE_CHECKING:
+    from darelib.commands.sweep.report import SweepReport
+    from darelib.requests.request import Request
+
+MARK: Final = "# Found by a sweep"
 OPTIONS: Final[Options] = {
     "--evaluate": {
         "metavar": "WHAT",
@@ -39,16 +48,11 @@ OPTIONS: Final[Options] = {
         "type": int,
         "help": "in all, earlier runs included (default 30; a grid: all of it)",
     },
-    "--search": {"metavar": "HOW", "help": "tpe (default), cmaes, grid or random"},
+    "--search": {"metavar": "HOW", "help": "tpe (default), grid or random"},
     "--objective": {
         "metavar": "NAME:max",
         "nargs": "+",
         "help": "scores by name, :max or :min (default score:max)",
-    },
-    "--confirm": {
-        "metavar": "N",
-        "type": int,
-        "help": "fresh seeds to score the best few with again (default 5; 0: none)",
     },
     "--timeout": {
         "metavar": "S",
@@ -75,16 +79,19 @@ OPTIONS: Final[Options] = {
     "--plot": PLOT,
     "--write-config": WRITE_CONFIG
     | {"help": "the winner (default: a _best.toml file beside the config)"},
-    "--force": FORCE | {"help": "replace existing files of --plot and --write-config"},
+    "--force": FORCE
+    | {
+        "help": "replace existing files of --plot and --write-config, and write the best merge "
+        "even if the base beats it"
+    },
     **SETTINGS,
 }
-SEARCH_OPTIONS: Final = ("trials", "search", "confirm", "study", "timeout")
+SEARCH_OPTIONS: Final = ("trials", "search", "study", "timeout")
 
 
 def run(flags: Flags, merger_class: MergerClass) -> None:
     from darelib.commands.analyze.analysis import check_places
     from darelib.commands.sweep.report import plot_sweep
-    from darelib.commands.sweep.start import find_places, write_winner
     from darelib.requests.configfile import pin_models
     from darelib.requests.request import parse_axes
 
@@ -113,7 +120,47 @@ def run(flags: Flags, merger_class: MergerClass) -> None:
         stopped.add_note(CONTINUES)
         raise
     show(report, flags, merger.config.verbose)
-    write_winner(report, request, winner)
+    if report.is_base_best and "force" not in flags:
+        LOG.warning(
+            "no configuration was written, since the base beats every merge; "
+            "--force writes that of the best merge"
+        )
+    else:
+        write_winner(report, request, winner)
     if plot is not None:
         plot_sweep(report, plot)
         LOG.info(f"drew {plot}")
+
+
+def find_places(flags: Flags) -> tuple[str, Path, bool, Path]:
+    """Where a command keeps its study, writes the winner, and whether it may replace what is there,
+    and where it makes models: beside the configuration by default.
+    """
+    config = Path(os.path.expanduser(flags.get("config", "merge")))
+    beside = config.parent if "config" in flags else Path()
+    winner = flags.get("write_config", beside / f"{config.stem}_best.toml")
+    storage = flags.get("storage", f"sqlite:///{(beside / f'{config.stem}_sweep.db').as_posix()}")
+    used = {"configuration": config, "study": Path(storage.removeprefix("sqlite:///"))}
+    for name, other in used.items():
+        if winner.resolve() == other.resolve():
+            raise ConfigError(
+                f"--write-config {str(winner)!r} is the {name} itself", "choose another name"
+            )
+    may_replace = "force" in flags
+    with suppress(OSError), winner.open("rb") as file:  # the next search may replace what was found
+        may_replace |= file.read(len(MARK)) == MARK.encode()
+    return storage, winner, may_replace, flags.get("keep_models", beside)
+
+
+def write_winner(report: SweepReport, request: Request, path: Path) -> None:
+    """Write the winner's settings as a configuration that makes the very same model."""
+    from darelib.requests.configfile import format_settings, write_config
+
+    config = report.winner.config
+    dare: dict[str, Any] = config.recipe_settings()
+    own = ("max_shard_size", "delta_threshold")
+    dare |= {name: request.dare[name] for name in own if name in request.dare}
+    remarks = [f"{report.winner.name}, of the study {report.study}", *report.remarks]
+    comments = "".join(f"# {printable(remark)}\n" for remark in remarks)
+    settings = format_settings(dare, config.typed_rules)
+    write_config(path, f"{MARK}:\n{comments}\n{settings}", request)

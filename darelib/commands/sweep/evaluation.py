@@ -15,15 +15,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
-from typing import IO, Any, Final, Self
+from tempfile import TemporaryFile
+from typing import IO, Any, Final, Literal, Self
 
 from darelib.config import is_number
 from darelib.core.text import ConfigError, DareError, list_names
 
-OUTPUT_TAIL: Final = 1 << 16  # bytes of what an evaluation prints that are kept, from the end
-# How long to wait for the end of it: a process that outlives its parent may hold it open.
-END_SECONDS: Final = 1.0
+OUTPUT_TAIL: Final = 1 << 16  # bytes of what an evaluation prints that are read, from the end
 KEPT: Final = 4000  # characters of it that are kept with a trial that has failed
 ESCAPES: Final = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 # Digits are never given back, so that a line takes no longer than its length.
@@ -59,6 +57,10 @@ class Objective:
                 f"the objective {text!r} must be NAME:max or NAME:min", "like accuracy:max loss:min"
             )
         return cls(name, way == "max")
+
+    @property
+    def direction(self) -> Literal["maximize", "minimize"]:
+        return "maximize" if self.maximize else "minimize"
 
     def gain(self, one: float, other: float) -> float:
         """How much better one is than the other."""
@@ -109,23 +111,11 @@ def parse_output(text: str) -> Any:
     return float(numbers[0])
 
 
-class Tail(Thread):
-    """Reads what a process prints, and keeps the end of it."""
-
-    def __init__(self, pipe: IO[bytes]) -> None:
-        super().__init__(daemon=True)
-        self.pipe = pipe
-        self.kept = b""
-        self.start()
-
-    def run(self) -> None:
-        with self.pipe:
-            while piece := os.read(self.pipe.fileno(), OUTPUT_TAIL):
-                self.kept = (self.kept + piece)[-OUTPUT_TAIL:]
-
-    def read(self) -> str:
-        self.join(END_SECONDS)
-        return self.kept.decode(errors="replace")
+def read_end(file: IO[bytes]) -> str:
+    """The end of what a process has printed to a file."""
+    length = file.seek(0, os.SEEK_END)
+    file.seek(max(0, length - OUTPUT_TAIL))
+    return file.read().decode(errors="replace")
 
 
 @dataclass(frozen=True)
@@ -166,27 +156,25 @@ class ShellCommand:
     def __call__(self, model: Any, _: Any) -> Any:
         words = [word.replace("{model}", str(model)) for word in self.words]
         words[0] = shutil.which(words[0]) or words[0]
-        process = subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-        assert process.stdout
-        assert process.stderr
-        output = Tail(process.stdout)
-        errors = Tail(process.stderr)
-        try:
-            status = process.wait(self.timeout)
-            verb = "was ended by signal" if status < 0 else "ended with status"
-            problem = f"it {verb} {abs(status)}" if status else ""
-        except subprocess.TimeoutExpired:
-            problem = f"it took longer than {self.timeout:g} s"
-        finally:
-            kill_all(process)
-        printed = output.read()
-        complaints = errors.read()
+        # Files, since a pipe would be held open by whatever outlives the command.
+        with TemporaryFile() as output, TemporaryFile() as errors:
+            process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
+                start_new_session=True,
+            )
+            try:
+                status = process.wait(self.timeout)
+                verb = "was ended by signal" if status < 0 else "ended with status"
+                problem = f"it {verb} {abs(status)}" if status else ""
+            except subprocess.TimeoutExpired:
+                problem = f"it took longer than {self.timeout:g} s"
+            finally:
+                kill_all(process)
+            printed = read_end(output)
+            complaints = read_end(errors)
         try:
             if not problem:
                 return parse_output(printed)

@@ -1,4 +1,4 @@
-"""The search itself, by Optuna: it chooses and remembers; here models are merged and scored."""
+"""The search: Optuna chooses and remembers; here models are merged and scored."""
 
 import dataclasses
 import hashlib
@@ -7,77 +7,33 @@ import logging
 import re
 import signal
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, Self, TypeAlias
 from urllib.parse import quote
 
 from darelib.commands.sweep.evaluation import EvaluationFailed, Objective, read_scores
-from darelib.commands.sweep.report import Row, SweepReport, name_choice
-from darelib.commands.sweep.space import Space, draws_masks, equal_lambda, identify
+from darelib.commands.sweep.report import Row, SweepReport, load_optuna, name_choice, quiet_optuna
+from darelib.commands.sweep.space import Space, equal_lambda, identify
 from darelib.config import DareConfig, is_count, is_number
 from darelib.core.interrupts import Interrupts
-from darelib.core.text import (
-    LOG,
-    ConfigError,
-    DareError,
-    InputChanged,
-    clip,
-    duration,
-    install_hint,
-    nearest,
-)
+from darelib.core.text import LOG, ConfigError, DareError, InputChanged, clip, duration, nearest
 
 FACTS: Final = "what scores depend on"
 BASE: Final = "base"  # beside the trials, what the base scores
 # Makes the model of a configuration (None: the base), which may be kept by a name, and evaluates it
 # for a trial. What it gives is as yet unread.
 Score: TypeAlias = Callable[[DareConfig | None, Any, str], Any]
-FINALISTS: Final = 3  # how many of the best are scored again
-# A grid's trials are queued, so that nothing of them is left to chance.
-SAMPLERS: Final[dict[str, Callable[[Any, int], Any]]] = {
-    "tpe": lambda samplers, seed: samplers.TPESampler(seed=seed),
-    "cmaes": lambda samplers, seed: load_evolution().CmaEsSampler(seed),
-    "random": lambda samplers, seed: samplers.RandomSampler(seed=seed),
-    "grid": lambda samplers, seed: samplers.RandomSampler(seed=seed),
-}
-
-
-def load_optuna() -> Any:
-    try:
-        import optuna
-    except ImportError:
-        raise DareError("a sweep needs Optuna", install_hint("sweep")) from None
-    return optuna
-
-
-def load_evolution() -> Any:
-    try:
-        from darelib.commands.sweep import evolution
-    except ImportError:
-        raise DareError("search cmaes needs cmaes", install_hint("sweep")) from None
-    return evolution
-
-
-@contextmanager
-def quiet_optuna() -> Iterator[None]:
-    """Optuna reports every trial, which is done here; afterwards it is as loud as it was."""
-    optuna = load_optuna()
-    verbosity = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    try:
-        yield
-    finally:
-        optuna.logging.set_verbosity(verbosity)
+# A grid's trials are queued: Optuna's own sampler for grids would also try what means nothing
+# beside other choices, and would not try again what has failed.
+SAMPLERS: Final = {"tpe": "TPESampler", "random": "RandomSampler", "grid": "RandomSampler"}
 
 
 @contextmanager
 def explain_study_errors(storage: str | None) -> Iterator[None]:
-    """What a study that is damaged, or that another tool wrote, leads to."""
+    """What a study that cannot be opened, is damaged, or that another tool wrote, leads to."""
     try:
         yield
     except DareError:
@@ -88,7 +44,7 @@ def explain_study_errors(storage: str | None) -> Iterator[None]:
         reason = str(error).partition("\n")[0]
         raise DareError(
             f"the study in {storage!r} cannot be used: {type(error).__name__}: {reason}",
-            "move it elsewhere, or give another --storage",
+            "give another --storage, a URL like sqlite:///sweep.db in a directory that exists",
         ) from error
 
 
@@ -100,7 +56,6 @@ class Options:
     trials: int | None = None
     search: str = "tpe"
     objectives: tuple[Objective, ...] = (Objective("score", True),)
-    confirm: int = 5  # fresh seeds with which the best few are scored again
     storage: str | None = None  # where the study is kept, as a URL; None: in memory
     study: str | None = None  # its name; None: made from all that scores depend on
 
@@ -119,17 +74,9 @@ class Options:
     def __post_init__(self) -> None:
         if self.search not in SAMPLERS:
             raise ConfigError(f"there is no search {self.search!r}", nearest(self.search, SAMPLERS))
-        if self.search == "cmaes" and len(self.objectives) > 1:
-            raise ConfigError("search cmaes takes one objective", "use tpe or random")
-        for name, least in (("trials", 1), ("confirm", 0)):
-            value = getattr(self, name)
-            if value is not None and not is_count(value, least):
-                raise ConfigError(
-                    f"{name} must be a whole number from {least} up, not {value!r}", "see --help"
-                )
-        if self.confirm in (1, 2):
+        if self.trials is not None and not is_count(self.trials, 1):
             raise ConfigError(
-                "so few fresh seeds say nothing about chance", "give --confirm 3 or more, or 0"
+                f"trials must be a whole number from 1 up, not {self.trials!r}", "see --help"
             )
 
 
@@ -166,67 +113,22 @@ def is_new_file(storage: str | None) -> bool:
     return path.parent.is_dir() and not path.exists()
 
 
-def open_study(
-    optuna: Any, space: Space, options: Options, label: str, facts: Sequence[Any]
-) -> Any:
-    """The study of all that scores depend on, or the one that the user names."""
-    rules = [rule.as_table() for rule in space.config.typed_rules]
-    aims = [dataclasses.astuple(objective) for objective in options.objectives]
-    settings = [space.config.recipe_settings(), rules]
-    digest = make_digest([facts, settings, aims, repr((space.axes, space.rules))])
-    name = options.study or f"sweep-{make_digest([digest, label])}"
-    directions = ["maximize" if each.maximize else "minimize" for each in options.objectives]
-    for attempt in range(10):
+def open_storage(optuna: Any, url: str | None) -> Any:
+    for _ in range(10):
         try:
-            study = optuna.create_study(
-                storage=options.storage, study_name=name, directions=directions, load_if_exists=True
-            )
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-                study.set_metric_names([each.name for each in options.objectives])
-            break
-        except Exception as error:  # whatever a database may come up with
-            reason = str(error).partition("\n")[0]
-            # Another process may just be making it.
-            if attempt == 9 or not re.search("already exists|UNIQUE|locked", reason):
-                raise DareError(
-                    f"cannot open the study {name!r} in {options.storage!r}: {reason}",
-                    "--storage takes a URL like sqlite:///sweep.db; the directory must exist",
-                ) from None
-            time.sleep(0.2)
-    has_scores = study.get_trials(deepcopy=False) or BASE in study.user_attrs
-    if has_scores and study.user_attrs.get(FACTS) != digest:
-        raise ConfigError(
-            f"the study {name!r} is of other models, settings or values", "give it another name"
-        )
-    study.set_user_attr(FACTS, digest)
-    return study
-
-
-def queue_grid(study: Any, states: Any, combinations: Sequence[dict[str, Any]]) -> None:
-    """Let Optuna hand out what is left of a grid, to this process and to others."""
-    # What seems to run may have been killed: it is queued as the last, and its scores are used if
-    # there are any by then.
-    known = {
-        identify(trial.system_attrs.get("fixed_params", trial.params)): trial.state
-        for trial in study.get_trials(deepcopy=False)
-    }
-    for wanted in ((None, states.FAIL), (states.RUNNING,)):
-        for params in combinations:
-            if known.get(identify(params)) in wanted:
-                study.enqueue_trial(params)
+            return optuna.storages.get_storage(url)
+        except Exception as error:  # another process may just be making the same tables
+            if not re.search("already exists|UNIQUE|locked", str(error)):
+                raise
+        time.sleep(0.2)
+    return optuna.storages.get_storage(url)
 
 
 class Search:
     """A study that is under way."""
 
     def __init__(
-        self,
-        space: Space,
-        evaluate: Score,
-        options: Options,
-        label: str,
-        facts: Sequence[Any],
+        self, space: Space, evaluate: Score, options: Options, label: str, facts: Sequence[Any]
     ) -> None:
         """label: of the evaluation; facts: what else scores depend on, besides the settings."""
         self.space = space
@@ -237,36 +139,65 @@ class Search:
         self.interrupts = StopAfterTrial()
         self.started = time.perf_counter()
         self.failed: set[int] = set()  # the trials of this run
-        self.draws = False  # whether any of them has dropped at random
-        if options.search == "cmaes" and space.count_ranges() < 2:
-            raise ConfigError("search cmaes needs two ranges or more", "use tpe")
         grid = space.list_combinations() if options.search == "grid" else []
         self.combinations = grid[: options.trials]
         self.wanted = len(self.combinations) or options.trials or 30
-        self._open = partial(open_study, self.optuna, space, label=label, facts=facts)
-        # A new file is made once the base is scored, so that a bad evaluation leaves none.
-        self.is_new = is_new_file(options.storage)
-        first = dataclasses.replace(options, storage=None) if self.is_new else options
-        with quiet_optuna(), explain_study_errors(options.storage):
-            self.study = self._open(first)
-            self.before = self._count_done()
+        self.digest = make_digest([facts, space.describe(), options.objectives])
+        self.name = options.study or f"sweep-{make_digest([self.digest, label])}"
 
     def run(self) -> SweepReport:
-        """Search until there are as many trials as are wanted, then score the best few again."""
+        """Search until there are as many trials as are wanted, then score the plain average."""
         explained = explain_study_errors(self.options.storage)
         with quiet_optuna(), warn_once(), self.interrupts, explained:
-            base = self._score_base()
-            if self.is_new:
-                self.study = self._open(self.options)
-                self.study.set_user_attr(BASE, base)
+            self.study = self._open_study()
+            self.before = self._count_done()
             if self.before:
-                name = self.study.study_name
-                LOG.info(f"going on with the study {name}: {self.before} trials are done")
-            queue_grid(self.study, self.states, self.combinations)
+                LOG.info(f"going on with the study {self.name}: {self.before} trials are done")
+            self._queue_grid()
             if not self._is_done():
                 self._seed_sampler()
                 self.study.optimize(self._try, callbacks=[self._finish], catch=(EvaluationFailed,))
-            return self._confirm()
+            return self._report()
+
+    def _open_study(self) -> Any:
+        """The study of all that scores depend on, or the one that the user names.
+
+        It is made once the base is scored, so that a bad evaluation leaves none.
+        """
+        url = self.options.storage
+        storage = None if is_new_file(url) else open_storage(self.optuna, url)
+        is_known = storage and self.name in self.optuna.get_all_study_names(storage)
+        base = None if is_known else self._score_base()
+        study = self.optuna.create_study(
+            storage=storage or open_storage(self.optuna, url),
+            study_name=self.name,
+            directions=[each.direction for each in self.options.objectives],
+            load_if_exists=True,
+        )
+        has_scores = study.get_trials(deepcopy=False) or BASE in study.user_attrs
+        if has_scores and study.user_attrs.get(FACTS) != self.digest:
+            raise ConfigError(
+                f"the study {self.name!r} is of other models, settings or values",
+                "give it another name",
+            )
+        study.set_metric_names([each.name for each in self.options.objectives])
+        study.set_user_attr(FACTS, self.digest)
+        if base:
+            study.set_user_attr(BASE, base)
+        return study
+
+    def _queue_grid(self) -> None:
+        """Let Optuna hand out what is left of a grid, to this process and to others."""
+        # What seems to run may have been killed: it is queued as the last, and its scores are used
+        # if there are any by then.
+        known = {
+            identify(trial.system_attrs.get("fixed_params", trial.params)): trial.state
+            for trial in self._trials()
+        }
+        for wanted in ((None, self.states.FAIL), (self.states.RUNNING,)):
+            for params in self.combinations:
+                if known.get(identify(params)) in wanted:
+                    self.study.enqueue_trial(params)
 
     def _trials(self, *states: Any) -> list[Any]:
         return self.study.get_trials(deepcopy=False, states=states or None)
@@ -287,11 +218,12 @@ class Search:
     def _seed_sampler(self) -> None:
         # A run that goes on, or another process, must not choose the same again.
         seed = (self.space.config.seed + len(self._trials())) % 2**32
-        self.study.sampler = SAMPLERS[self.options.search](self.optuna.samplers, seed)
+        sampler = getattr(self.optuna.samplers, SAMPLERS[self.options.search])
+        self.study.sampler = sampler(seed=seed)
 
     def _score_base(self) -> list[float]:
         try:
-            return self._recall(BASE, None)
+            return self._score(None, self.optuna.trial.FixedTrial({}), BASE)
         except DareError as error:
             for line in getattr(error, "output", "").splitlines():
                 LOG.info(f"| {line}")
@@ -303,9 +235,13 @@ class Search:
         """The scores of a merge, or of the base; whatever an evaluation raises is its failure."""
         try:
             # A study may be called a/b.
-            model = quote(f"{self.study.study_name}-{name.replace(' ', '-')}", safe="")
+            model = quote(f"{self.name}-{name.replace(' ', '-')}", safe="")
             return read_scores(self.evaluate(config, trial, model), self.options.objectives)
-        except (DareError, self.optuna.TrialPruned):
+        except self.optuna.TrialPruned:
+            if isinstance(trial, self.optuna.trial.FixedTrial):
+                raise EvaluationFailed("it was pruned") from None
+            raise
+        except DareError:
             raise
         except (Exception, SystemExit) as error:
             raise EvaluationFailed(f"{type(error).__name__}: {error}") from error
@@ -313,10 +249,7 @@ class Search:
     def _recall(self, key: str, config: DareConfig | None) -> list[float]:
         """Scores beside the trials, which the study remembers as well."""
         if key not in self.study.user_attrs:
-            try:
-                scores = self._score(config, self.optuna.trial.FixedTrial({}), key)
-            except self.optuna.TrialPruned:
-                raise EvaluationFailed("it was pruned") from None
+            scores = self._score(config, self.optuna.trial.FixedTrial({}), key)
             self.study.set_user_attr(key, scores)
         stored = self.study.user_attrs[key]
         if len(stored) != len(self.options.objectives) or not all(map(is_number, stored)):
@@ -326,7 +259,6 @@ class Search:
     def _try(self, trial: Any) -> Sequence[float]:
         try:
             config = self.space.choose(trial)
-            self.draws |= draws_masks(config, self.space.count)
             for other in self._trials(self.states.COMPLETE):
                 if other.params == trial.params:
                     return other.values
@@ -350,80 +282,66 @@ class Search:
         if len(self.options.objectives) == 1 and self._trials(self.states.COMPLETE):
             outcome += f" (best {study.best_value:g})"
         rate = (time.perf_counter() - self.started) / max(1, done - self.before)
-        left = self.wanted - done + self._count_after()
+        left = self.wanted - done + len(self.space.list_lambdas())
         LOG.log(
             logging.WARNING if trial.number in self.failed else logging.INFO,
-            f"[{done}/{self.wanted}] {clip(name_choice(trial.params), 100)}: {outcome}, "
-            f"{trial.duration.total_seconds():.1f} s, {duration(rate * left)} left",
+            f"trial {trial.number}: {clip(name_choice(trial.params), 100)}: {outcome}, "
+            f"{trial.duration.total_seconds():.1f} s; {done} of {self.wanted} done, "
+            f"{duration(rate * left)} left",
         )
         if self._is_done():
             study.stop()
         self._seed_sampler()
         self.interrupts.check()
 
-    def _count_after(self) -> int:
-        """About how many merges are scored after the trials."""
-        seeds = self.options.confirm if self.draws else 0
-        return min(FINALISTS, self.wanted) * seeds + len(self.space.list_lambdas())
-
-    def _confirm(self) -> SweepReport:
-        """Score the best few with fresh seeds, and the plain average with several lambdas."""
-        report = self._report()
-        finalists = report.ranked[:FINALISTS]
-        if self.options.confirm and any(row.draws for row in finalists):
-            LOG.info("scoring the best again with fresh seeds")
-        LOG.info("scoring the plain average, which is what they are compared with")
-        for row in finalists:
-            for k in range(1, self.options.confirm + 1 if row.draws else 1):
-                # Model i draws with seed + i, so that seeds which share no mask are as far apart
-                # as there are models.
-                seed = row.config.seed + k * self.space.count
-                config = dataclasses.replace(row.config, seed=seed)
-                row.confirmed.extend(self._try_again(f"trial {row.number} seed {seed}", config))
-        lambdas = {equal_lambda(row.config, self.space.count) for row in finalists}
-        averages = []
-        scales = sorted(lambdas.union(self.space.list_lambdas()))
-        for scale in scales if self.space.count else ():  # of no models, there is no average
-            config = self.space.plain_average(scale)
-            for scores in self._try_again(f"plain average lambda {scale!r}", config):
-                averages.append(Row(None, {"lambda_coeff": scale}, config, scores))
-        return dataclasses.replace(
-            report, averages=averages, seconds=time.perf_counter() - self.started
-        )
-
     def _report(self) -> SweepReport:
-        """All trials, of those that chose the same the first; nothing is confirmed yet."""
+        """All trials, of those that chose the same the first, and what they are compared with."""
         rows: dict[frozenset[Any], Row] = {}
         for trial in self._trials(self.states.COMPLETE):
             config = self.space.choose(self.optuna.trial.FixedTrial(trial.params))
-            draws = draws_masks(config, self.space.count)
-            row = Row(trial.number, trial.params, config, trial.values, draws)
+            row = Row(trial.number, trial.params, config, trial.values)
             rows.setdefault(identify(trial.params), row)
-        failures = [
-            (t.number, t.user_attrs["why"]) for t in self._trials() if "why" in t.user_attrs
-        ]
+        trials = self._trials()
+        failures = [(t.number, t.user_attrs["why"]) for t in trials if "why" in t.user_attrs]
         if not rows:
             why = failures[0][1] if failures else "was stopped"
             raise DareError(
                 f"no trial could be scored; the first {why}", "fix the evaluation or the space"
             )
-        return SweepReport(
+        numbers = {row.number for row in rows.values()}
+        report = SweepReport(
             self.options.objectives,
             list(rows.values()),
             self._recall(BASE, None),
             failures,
-            study=self.study.study_name,
+            [trial.number for trial in self.study.best_trials if trial.number in numbers],
+            trials,
+            study=self.name,
+        )
+        return dataclasses.replace(
+            report,
+            averages=self._score_averages(report.best.config),
+            ends=self.space.find_ends(report.best.params),
+            seconds=time.perf_counter() - self.started,
         )
 
-    def _try_again(self, key: str, config: DareConfig) -> list[list[float]]:
-        self.interrupts.check()
-        try:
-            return [self._recall(key, config)]
-        except InputChanged:
-            raise
-        except DareError as error:
-            LOG.warning(f"{key} could not be scored: {error}")
+    def _score_averages(self, best: DareConfig) -> list[Row]:
+        """The plain average with lambdas from the same range, and as long as the best merge."""
+        if not self.space.count:
             return []
+        LOG.info("scoring the plain average, which the best is compared with")
+        averages = []
+        for scale in sorted({*self.space.list_lambdas(), equal_lambda(best, self.space.count)}):
+            self.interrupts.check()
+            config = self.space.plain_average(scale)
+            try:
+                scores = self._recall(f"plain average lambda {scale!r}", config)
+                averages.append(Row(None, {"lambda_coeff": scale}, config, scores))
+            except InputChanged:
+                raise
+            except DareError as error:
+                LOG.warning(f"the plain average with lambda {scale:g} has no score: {error}")
+        return averages
 
 
 def make_digest(facts: Any) -> str:

@@ -7,7 +7,7 @@ import json
 import math
 import warnings
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from decimal import Decimal
 from itertools import product
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 EXAMPLE: Final = "like lambda_coeff = {low = 0.3, high = 2}, or drop_rate = [0, 0.5]"
 MAX_GRID: Final = 10_000  # combinations
 MAX_STEPS: Final = 100_000  # of a range, whose points are listed
+NEAR_END: Final = 0.02  # of a range: a best value so near to an end may have wanted to go on
 # What the keys of a range must be, in words, and the test for it.
 RANGE_KEYS: Final[dict[str, tuple[str, Callable[[object], bool]]]] = {
     **dict.fromkeys(("low", "high", "step"), ("a number", is_number)),
@@ -50,6 +51,7 @@ Settings = Mapping[str, Any]  # by name
 class Axis:
     """What one value may be: one of some values or, if there are none, a number in a range."""
 
+    setting: str
     values: tuple[Any, ...] = ()
     low: float = 0.0
     high: float = 0.0
@@ -65,7 +67,7 @@ class Axis:
             raise ConfigError(f"{where} has no values to choose from", EXAMPLE)
         for value in values:
             check_setting(setting, value, where)
-        return cls(values)
+        return cls(setting, values)
 
     @classmethod
     def _of_range(cls, table: Settings, setting: str, where: str) -> Axis:
@@ -77,9 +79,9 @@ class Axis:
                 raise ConfigError(f"{where}: {key} must be {wanted}", EXAMPLE)
         if not {"low", "high"} <= table.keys():
             raise ConfigError(f"{where} must have low and high", EXAMPLE)
-        axis = cls(**table)
+        axis = cls(setting, **table)
         for end in (axis.low, axis.high):
-            check_setting(setting, [end] if setting == "weights" else end, where)
+            axis.check(end, where)
         if not axis.low < axis.high:
             raise ConfigError(
                 f"{where}: the range from {axis.low:g} to {axis.high:g} is empty", EXAMPLE
@@ -96,6 +98,24 @@ class Axis:
                 "leave the step out, and any number in the range may be chosen",
             )
         return axis
+
+    def check(self, number: float, where: str) -> None:
+        """Refuse a number that the setting cannot be."""
+        check_setting(self.setting, [number] if self.setting == "weights" else number, where)
+
+    def find_end(self, value: Any) -> float | None:
+        """The end of a range that a value is at, if the setting could be beyond it."""
+        if self.values:
+            return None
+        scale, undo = (math.log, math.exp) if self.log else (float, float)
+        near = NEAR_END * (scale(self.high) - scale(self.low))
+        ends = self.points or [self.low, self.high]
+        for end, way in ((ends[0], -1), (ends[-1], 1)):
+            if abs(scale(value) - scale(end)) <= near:
+                with suppress(ConfigError):
+                    self.check(undo(scale(end) + way * near), "")
+                    return end
+        return None
 
     @property
     def points(self) -> list[Any]:
@@ -132,9 +152,11 @@ Axes = dict[str, Axis | tuple[Axis, ...]]  # by setting; several: one for each m
 class Space:
     """The settings that a search chooses, on top of a configuration."""
 
-    def __init__(self, table: Settings, config: DareConfig, count: int) -> None:
+    def __init__(self, table: Settings, config: DareConfig, models: Sequence[str]) -> None:
+        """models: what they are called, no two alike."""
         self.config = config
-        self.count = count
+        self.models = models
+        self.count = len(models)
         self.fixed = {name: getattr(config, name) for name in SWEEP_SETTINGS}
         given = dict(table)
         rules = given.pop("rules", ())
@@ -151,7 +173,7 @@ class Space:
             self._parse_rule(rule, f"[sweep] rule {number}") for number, rule in enumerate(rules, 1)
         ]
         for method in self._list_values("method"):
-            self._fit({"method": method}, []).check_models(count)
+            self._fit({"method": method}, []).check_models(self.count)
         names = ("method", "drop", "drop_rate")
         choices = [
             self.fixed | dict(zip(names, values, strict=True))
@@ -167,8 +189,7 @@ class Space:
         for name in table:
             if name == "seed":
                 raise ConfigError(
-                    f"{where} seed: masks are noise, not a setting to choose",
-                    "--confirm draws several",
+                    f"{where} seed: masks are noise, not a setting to choose", "leave it out"
                 )
             if name not in known:
                 raise ConfigError(f"{where} has no key {name!r}", nearest(name, known))
@@ -201,17 +222,23 @@ class Space:
 
     def _list_values(self, name: str) -> list[Any]:
         """What a setting may be; of a range, its end."""
-        axis = self.axes.get(name, Axis((self.fixed[name],)))
+        axis = self.axes.get(name, Axis(name, (self.fixed[name],)))
         if isinstance(axis, tuple):
             return [[each.high for each in axis]]
         return list(axis.values or [axis.high])
+
+    def describe(self) -> list[Any]:
+        """All that decides what a trial's choices mean."""
+        rules = [rule.as_table() for rule in self.config.typed_rules]
+        axes = repr((self.axes, self.rules, self.models))
+        return [self.config.recipe_settings(), rules, axes]
 
     def choose(self, trial: BaseTrial) -> DareConfig:
         """The configuration of a trial, which chooses only what means something beside the rest."""
         chosen = self._choose(trial, self.axes, self.fixed, "")
         rules = []
-        for k, (match, axes) in enumerate(self.rules):
-            own = self._choose(trial, axes, self.fixed | chosen, f"rules.{k}.")
+        for k, (match, axes) in enumerate(self.rules, 1):
+            own = self._choose(trial, axes, self.fixed | chosen, f"rule {k} ")
             if own:
                 rules.append(Rule(match, **own))
         config = self._fit(chosen, rules)
@@ -229,7 +256,7 @@ class Space:
             # Dividing by less than what is kept would more than undo the dropping.
             kept = 1 - min(list_numbers(find_rate(settings)))
             least = kept if name == "rescale_q" else -math.inf
-            named = name_axes(prefix + name, axis).items()
+            named = self._name_axes(prefix + name, axis).items()
             values = [each.suggest(trial, label, least) for label, each in named]
             chosen[name] = values if isinstance(axis, tuple) else values[0]
         return chosen
@@ -305,15 +332,29 @@ class Space:
         ]
         return dataclasses.replace(self.config, **plain, rules=rules)
 
-    def count_ranges(self) -> int:
-        return sum(not axis.values for _, axis in self._list_axes())
-
     def _list_axes(self) -> Iterator[tuple[str, Axis]]:
         """All axes, by the names that a study has for what is chosen."""
-        tables = {"": self.axes} | {f"rules.{k}.": axes for k, (_, axes) in enumerate(self.rules)}
+        tables = {"": self.axes}
+        tables |= {f"rule {k} ": axes for k, (_, axes) in enumerate(self.rules, 1)}
         for prefix, axes in tables.items():
             for name, axis in axes.items():
-                yield from name_axes(prefix + name, axis).items()
+                yield from self._name_axes(prefix + name, axis).items()
+
+    def _name_axes(self, name: str, axis: Axis | tuple[Axis, ...]) -> dict[str, Axis]:
+        if isinstance(axis, Axis):
+            return {name: axis}
+        return {f"{name} {model}": each for model, each in zip(self.models, axis, strict=True)}
+
+    def find_ends(self, params: Settings) -> list[str]:
+        """A remark on each choice that is at the end of its range."""
+        ends = {
+            name: axis.find_end(params[name]) for name, axis in self._list_axes() if name in params
+        }
+        return [
+            f"The best {name} is at the end of its range, {end:g}: a wider one may have a better."
+            for name, end in ends.items()
+            if end is not None
+        ]
 
     def list_lambdas(self) -> list[float]:
         """Values of lambda all over what is searched, for what the best is to be compared with."""
@@ -335,12 +376,6 @@ def equal_lambda(config: DareConfig, count: int) -> float:
     return settings.lambda_coeff * (sum(settings.weights) if config.method == DEFAULT else 1.0)
 
 
-def draws_masks(config: DareConfig, count: int) -> bool:
-    """Whether anything is dropped at random; if not, the seed means nothing."""
-    thinnings = (each for settings in config.resolve_all(count) for each in settings.thinnings)
-    return any(t.drop_rate > 0 and DROPS[t.drop].rescale == EXPECTATION for t in thinnings)
-
-
 def is_range(given: Any) -> bool:
     """Whether this is a table like {low = 0, high = 1}, and not a number that changes by layer."""
     return isinstance(given, Mapping) and "gradient" not in given
@@ -348,13 +383,6 @@ def is_range(given: Any) -> bool:
 
 def identify(params: Settings) -> frozenset[Any]:
     return frozenset(params.items())
-
-
-def name_axes(name: str, axis: Axis | tuple[Axis, ...]) -> dict[str, Axis]:
-    """A setting's axis, or those of all models, by the names that a study has for them."""
-    if isinstance(axis, Axis):
-        return {name: axis}
-    return {f"{name}.{i}": each for i, each in enumerate(axis)}
 
 
 def list_numbers(value: Any) -> list[Any]:

@@ -1,15 +1,12 @@
-"""A search from what a user asks for: where models are made and scored, as files or in memory, and
-what is written besides the study.
-"""
+"""Where a search makes its models: as files, or in memory."""
 
 import copy
 import dataclasses
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from darelib.commands.options import Merger
 from darelib.commands.sweep.evaluation import Evaluate, ShellCommand, find_evaluation
@@ -17,48 +14,13 @@ from darelib.commands.sweep.report import SweepReport
 from darelib.commands.sweep.search import Options, Score, Search
 from darelib.commands.sweep.space import Space
 from darelib.config import DareConfig
-from darelib.core.text import ConfigError, DareError, install_hint, printable
+from darelib.core.text import ConfigError, DareError, install_hint, printable, shorten_names
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.inputs import check_unchanged
 from darelib.models.source import download
 from darelib.output.scratch import make_scratch
-from darelib.requests.configfile import format_settings, pin_tokenizer, write_config
-from darelib.requests.request import Request
+from darelib.requests.configfile import pin_tokenizer
 from darelib.run import load_in_memory
-
-MARK: Final = "# Found by a sweep"
-
-
-def find_places(flags: Mapping[str, Any]) -> tuple[str, Path, bool, Path]:
-    """Where a command keeps its study, writes the winner, and whether it may replace what is there,
-    and where it makes models: beside the configuration by default.
-    """
-    config = Path(os.path.expanduser(flags.get("config", "merge")))
-    beside = config.parent if "config" in flags else Path()
-    winner = flags.get("write_config", beside / f"{config.stem}_best.toml")
-    storage = flags.get("storage", f"sqlite:///{(beside / f'{config.stem}_sweep.db').as_posix()}")
-    used = {"configuration": config, "study": Path(storage.removeprefix("sqlite:///"))}
-    for name, other in used.items():
-        if winner.resolve() == other.resolve():
-            raise ConfigError(
-                f"--write-config {str(winner)!r} is the {name} itself", "choose another name"
-            )
-    may_replace = "force" in flags
-    with suppress(OSError), winner.open("rb") as file:  # the next search may replace what was found
-        may_replace |= file.read(len(MARK)) == MARK.encode()
-    return storage, winner, may_replace, flags.get("keep_models", beside)
-
-
-def write_winner(report: SweepReport, request: Request, path: Path) -> None:
-    """Write the winner's settings as a configuration that makes the very same model."""
-    config = report.winner.config
-    dare: dict[str, Any] = config.recipe_settings()
-    own = ("max_shard_size", "delta_threshold")
-    dare |= {name: request.dare[name] for name in own if name in request.dare}
-    remarks = [f"{report.winner.name}, of the study {report.study}", *report.remarks]
-    comments = "".join(f"# {printable(remark)}\n" for remark in remarks)
-    settings = format_settings(dare, config.typed_rules)
-    write_config(path, f"{MARK}:\n{comments}\n{settings}", request)
 
 
 def sweep_models(
@@ -77,7 +39,7 @@ def sweep_models(
     score, name = find_evaluation(evaluate, timeout)
     how = Options.of(**options)
     quiet = dataclasses.replace(merger.config, verbose=False)
-    choices = Space(space, quiet, len(merger.models))
+    choices = Space(space, quiet, name_models([model.name for model in merger.models]))
     merger = pin_sources(merger)
     with merger.open_inputs() as inputs:
         template = merger.chat_template and merger.chat_template.name
@@ -90,6 +52,16 @@ def sweep_models(
             raise ConfigError("in memory there are no models to keep", "leave one of the two out")
         base, *finetuned = load_states(inputs, model)
         return search_in_memory(base, finetuned, score, choices, how, model, name, facts)
+
+
+def name_models(names: Sequence[str]) -> list[str]:
+    """What a study calls models: briefly, and no two alike."""
+    short = shorten_names(names)
+    counts = [short[:k].count(name) for k, name in enumerate(short)]
+    return [
+        printable(f"{name}~{count + 1}" if count else name)
+        for name, count in zip(short, counts, strict=True)
+    ]
 
 
 def pin_sources(merger: Merger) -> Merger:
@@ -169,7 +141,7 @@ def sweep_states(
     if not finetuned:
         raise ConfigError("there are no models to merge", "give at least one state dict")
     config.check_models(len(finetuned))
-    choices = Space(space, config, len(finetuned))
+    choices = Space(space, config, [f"model {k}" for k in range(len(finetuned))])
     states = (base, *finetuned) if how.storage else ()  # nothing else outlives this search
     facts = [{key: float(each.double().sum()) for key, each in state.items()} for state in states]
     return search_in_memory(base, finetuned, score, choices, how, model, name, facts)

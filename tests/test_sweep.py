@@ -607,13 +607,13 @@ def test_pictures_are_optunas() -> None:
     Path("math.safetensors").rename("$m_$.safetensors")
     merger = DareMerger("base.safetensors", ["$m_$.safetensors"], DareConfig(engine="plain"))
     found = merger.sweep(lambda path: len(path.read_bytes()), space, trials=6)
-    labels = {axis.get_xlabel() for axis in found.plot().axes}
+    labels = {axis.get_xlabel() for axis in found.draw().axes}
     assert {"weights $m_$", "method", "keep_ratio"} < labels
-    dare.plot_sweep(found, "found.svg")
+    found.plot("found.svg")
     both = merger.sweep(
         lambda path: {"a": 1, "b": 2}, space, trials=2, objectives=["a:max", "b:min"]
     )
-    [axis] = both.plot().axes
+    [axis] = both.draw().axes
     assert (axis.get_xlabel(), axis.get_ylabel()) == ("a", "b")
 
 
@@ -727,7 +727,7 @@ def test_a_sweep_leaves_the_process_as_it_was(monkeypatch: Patch) -> None:
     Path("helper.py").write_text("value = 0.5")
     # What is beside the file is imported, also while the function runs.
     Path("late.py").write_text("def score(path):\n    import helper\n    return helper.value\n")
-    sweep("late.py:score", {"drop_rate": [0.1, 0.5]}, storage="sqlite:///x.db").plot()
+    sweep("late.py:score", {"drop_rate": [0.1, 0.5]}, storage="sqlite:///x.db").draw()
     with pytest.raises(DareError, match="score the base"):
         sweep(lambda path: "nothing", {"drop_rate": [0.1]})
     assert look() == before

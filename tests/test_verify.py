@@ -293,23 +293,41 @@ def test_an_interrupt_stops_a_verification_in_one_line(
     assert capsys.readouterr().err == "interrupted\n"
 
 
-def test_what_has_no_recipe_is_not_verified(tmp_path: Path, refused: Refusal, verify: Any) -> None:
-    model = save_directory(tmp_path / "model", random_model())
-    for words, status, named in (
-        ([model / "model.safetensors"], 1, "no recipe"),
-        ([model], 1, "no dare_recipe.toml"),
-        ([tmp_path / "nowhere"], 1, "nowhere"),
+@pytest.mark.parametrize(
+    ("words", "status", "sentence"),
+    [
+        (["model/model.safetensors"], 1, "no recipe"),
+        (["model"], 1, "no dare_recipe.toml"),
+        (["nowhere"], 1, "nowhere"),
         ([], 2, "nothing to verify"),
-    ):
-        refused(status, named, "verify", *words)
+    ],
+)
+def test_what_has_no_recipe_is_not_verified(
+    tmp_path: Path,
+    monkeypatch: Patch,
+    refused: Refusal,
+    words: list[str],
+    status: int,
+    sentence: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_directory(tmp_path / "model", random_model())
+    refused(status, sentence, "verify", *words)
+
+
+@pytest.mark.parametrize(
+    "recipe", ["", "[dare]\nseed = 1", "[recipe]\nversion = 3", "[models]\nmerge_files = []"]
+)
+def test_a_recipe_without_inputs_or_a_seal_is_not_verified(
+    tmp_path: Path, verify: Any, recipe: str
+) -> None:
     odd = tmp_path / "odd.safetensors"
-    for recipe in ("", "[dare]\nseed = 1", "[recipe]\nversion = 3", "[models]\nmerge_files = []"):
-        for metadata, words in (
-            ({"dare_recipe": recipe}, "is damaged"),
-            (recipe_metadata(recipe), "names no inputs"),
-        ):
-            save_file(random_model(), odd, metadata)
-            verify(odd, words=words)
+    for metadata, words in (
+        ({"dare_recipe": recipe}, "is damaged"),
+        (recipe_metadata(recipe), "names no inputs"),
+    ):
+        save_file(random_model(), odd, metadata)
+        verify(odd, words=words)
 
 
 # --- the recipe in a merged model -----------------------------------------------------------------

@@ -204,7 +204,10 @@ class SweepReport(Report):
         last = f"({more}{duration(self.seconds)})"
         return "\n".join([table(rows), last, "", *map(printable, self.remarks)])
 
-    def plot(self) -> Any:
+    def plot(self, path: str | Path) -> None:
+        plot_sweep(self, path)
+
+    def draw(self) -> Any:
         """Optuna's picture of the trials, as a figure of matplotlib: each setting against the
         score; of two or three scores, the Pareto front.
         """
@@ -247,4 +250,4 @@ def format_scores(scores: Sequence[float]) -> str:
 def plot_sweep(report: SweepReport, path: str | Path) -> None:
     """Draw each setting against the score or, of two or three scores, the Pareto front."""
     load_figure(Path(path))
-    save_figure(report.plot(), path)
+    save_figure(report.draw(), path)

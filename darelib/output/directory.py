@@ -403,10 +403,10 @@ def card_name(source: Source) -> str:
 
 def show_name(recorded: str) -> str:
     """What a card calls a model: its name on the Hub, or the last part of its path."""
-    name = printable(recorded)
-    if "@" in name and "/" in name:
-        return re.sub("@[^+]*", "", name)
-    return last_parts(name).removesuffix(".safetensors")
+    pinned = re.split(r"(?<![^+])([^+/@]+/[^+/@]+)@[^+]*", printable(recorded))
+    # Every second one is a name on the Hub, without its commit.
+    shown = [part if k % 2 else last_parts(part) for k, part in enumerate(pinned)]
+    return "".join(shown).removesuffix(".safetensors")
 
 
 def as_code(name: str) -> str:

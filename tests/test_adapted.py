@@ -173,6 +173,8 @@ def test_names_are_read_the_same_from_toml_and_written_so_that_they_can_be_read(
         ("tuned+wider", "the adapter 'wider'"),
         ("tuned+elsewhere", "the adapter 'elsewhere' changes 'other.weight'"),
         ("whole+on_tuned", "'layer.weight' of 'whole' is I32"),
+        ("small+on_tuned", "'layer.weight' of 'small' is FP8, on which no adapter can be put"),
+        ("base+tuned", "'tuned' is not an adapter that could be put on 'base'"),
         ("tuned+", "there is no file or directory 'tuned+'"),
         ("+on_tuned", "there is no file or directory '+on_tuned'"),
     ],
@@ -185,6 +187,10 @@ def test_what_does_not_fit_is_refused(
     write_adapter(tmp_path / "elsewhere", low_rank("other", (37, 61)))
     integers = random_model() | {"layer.weight": torch.ones(37, 61, dtype=torch.int32)}
     save_directory(tmp_path / "whole", integers)
+    small = {"layer.weight": torch.ones(37, 61).to(torch.float8_e4m3fn)}
+    save_directory(
+        tmp_path / "small", random_model() | small | {"layer.weight_scale": torch.ones(())}
+    )
     monkeypatch.chdir(tmp_path)
     run("pack", "-q", "-b", "base", "-m", "tuned", "-o", "packed", "--engine", "plain")
     status = 2 if "several" in words else 1
@@ -237,16 +243,6 @@ def test_both_parts_may_be_on_the_hub(tmp_path: Path, monkeypatch: Patch) -> Non
     assert '- "org/on_tuned"\n' in card
     run("verify", "-q", "out", "-b", base, "-m", "made/baked_tuned", "--engine", "plain")
     assert_same(tensors_in(Path("out")), tensors_in(tmp_path / "made" / "baked_tuned"))
-
-
-def test_fp8_under_an_adapter_is_refused(tmp_path: Path, check_refused: Refusal) -> None:
-    scaled = {"layer.weight": torch.ones(37, 61).to(torch.float8_e4m3fn)}
-    scaled["layer.weight_scale"] = torch.ones(())
-    save_directory(tmp_path / "small", scaled)
-    write_all(tmp_path, F32)
-    write_adapter(tmp_path / "adapter", ADAPTER)
-    small = f"{tmp_path}/small+{tmp_path}/adapter"
-    check_refused(small, tmp_path / "tuned", "'layer.weight' of", "is FP8", "no adapter")
 
 
 def on_embedding(folder: Path, rows: int) -> Path:
@@ -311,12 +307,3 @@ def test_any_name_is_one_path_or_two_or_has_more_than_one_plus(name: str) -> Non
     refused = pytest.raises(dare.ConfigError, match="one adapter on top, not several")
     with refused if name[1:-1].count("+") > 1 else contextlib.nullcontext():
         dare.DareMerger(name, [name])
-
-
-def test_a_whole_model_is_no_adapter_on_the_base_either(
-    tmp_path: Path, check_refused: Refusal
-) -> None:
-    base = random_model()
-    paths = save(tmp_path, base=base, other=finetune(base, 1))
-    pair = f"{paths[0]}+{paths[1]}"
-    check_refused(paths[0], pair, "is not an adapter that could be put on")

@@ -20,6 +20,7 @@ from darelib.models.lorafile import LoraFile, find_lora_file
 from darelib.models.packed import PackedModel, find_packed
 from darelib.models.peft import PeftAdapter, find_adapter
 from darelib.models.prefixes import fit_names
+from darelib.models.rows import unite_tokens
 from darelib.models.source import UNION, Source, check_links, download, path_hint
 from darelib.models.tensorfile import WEIGHT_SUFFIXES, explain_os_error
 from darelib.models.translation import find_homes, list_ways, put_back, use_names
@@ -158,8 +159,6 @@ def open_models(
             owners = (model for model in inputs if any(is_of(tokenizer, p) for p in model.parts))
             owner = next(owners, None)
             if owner or tokenizer.name == UNION:
-                from darelib.models.rows import unite_tokens
-
                 unite_tokens(inputs, owner)
         yield inputs
 

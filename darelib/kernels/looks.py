@@ -5,30 +5,30 @@ from typing import Any, Final
 import numpy as np
 
 from darelib.core.formats import DIGIT_BITS
-from darelib.core.mask import TILE
+from darelib.core.mask import KEEP_ALL, TILE
+from darelib.kernels import KernelSpec
 from darelib.kernels.parts import (
-    base_raw,
-    carray,
-    decode,
-    decode_finetuned,
+    Types,
     draw,
-    find_pattern,
-    finetuned_raw,
+    find_types,
     fold,
     inline,
-    load_base,
-    open_chunk,
+    make_loader,
+    make_opener,
+    make_pattern_finder,
+    make_thinner,
+    numba,
     pick,
-    real,
-    thin_model,
-    unsigned,
+    view,
 )
 from darelib.kernels.records import (
     BINS,
+    CHUNK,
     FIRST_BIN,
     LANES,
     MODEL,
     PAIR,
+    RANKING,
     SCRATCH_WIDTH,
     SIZE_ROW,
     SORT_BITS,
@@ -41,11 +41,11 @@ SHORT: Final = 16  # so few entries of a row are compared with each other
 
 @inline
 def rank_row(
-    patterns: Any, places: Any, counts: Any, by_rank: Any, limits: Any, first: int
+    patterns: Any, places: Any, counts: Any, by_rank: Any, last_bits: Any, first: int
 ) -> None:  # compiled
-    """Give each entry of a row the limit of its rank; of equal patterns, the first comes first.
+    """Give each entry of a row the last bits of its rank; of equal patterns, the first comes first.
 
-    first: the row's place in limits. patterns and places have two rows each: the first what to
+    first: the row's place in last_bits. patterns and places have two rows each: the first what to
     sort, the second to work in. A radix sort, by no more bits than differ, which are counted for
     all its passes at once.
     """
@@ -89,14 +89,14 @@ def rank_row(
             if k < passes - 1:
                 others[rank] = keys[j]
                 after[rank] = before[j]
-            elif place >= 0 and place < len(limits):  # what is found in the end is the rank itself
-                limits[place] = by_rank[rank]
+            elif place >= 0 and place < len(last_bits):  # the rank is found
+                last_bits[place] = by_rank[rank]
         now = 1 - now
         low += bits
 
 
 @inline
-def rank_short_row(patterns: Any, by_rank: Any, limits: Any, first: int) -> None:  # compiled
+def rank_short_row(patterns: Any, by_rank: Any, last_bits: Any, first: int) -> None:  # compiled
     """The same for a few entries: to compare all with each other takes less time than to sort."""
     for j in range(len(patterns)):
         rank = np.uint32(0)
@@ -104,8 +104,8 @@ def rank_short_row(patterns: Any, by_rank: Any, limits: Any, first: int) -> None
             rank = np.uint32(rank + np.uint32(patterns[k] <= patterns[j]))
         for k in range(j + 1, len(patterns)):
             rank = np.uint32(rank + np.uint32(patterns[k] < patterns[j]))
-        if first + j >= 0 and first + j < len(limits):
-            limits[first + j] = by_rank[rank]
+        if first + j >= 0 and first + j < len(last_bits):
+            last_bits[first + j] = by_rank[rank]
 
 
 @inline
@@ -145,135 +145,95 @@ def find_bins(size: Any, bins: Any) -> None:  # compiled
         bins[j] = np.uint16(place if place < np.uint32(BINS - 1) else np.uint32(BINS - 1))
 
 
-def multiply_chunk(
-    base_at: Any,
-    finetuned_at: Any,
-    output_at: Any,
-    models_at: Any,
-    tensor_at: Any,
-    scratch_at: Any,
-    counts_at: Any,
-    _pairs: Any,
-    limits_at: Any,
-    count: int,
-    stride: int,
-    models: int,
-    first_tile: int,
-    _: int,
-) -> None:  # compiled
-    """The scalar products of all ends, each with itself first: an end is kept, or base + kept."""
-    chunk = open_chunk(
-        base_at,
-        finetuned_at,
-        output_at,
-        models_at,
-        tensor_at,
-        scratch_at,
-        counts_at,
-        limits_at,
-        count,
-        stride,
-        models,
-        first_tile,
-    )
-    tensor = chunk.tensors[0]
-    ends: Any = np.int64(tensor.ends)
-    origin = chunk.base if tensor.from_zero else chunk.zeros
-    for tile in range(chunk.tiles):
-        load_base(chunk, tile)
-        for i in range(ends):
-            for j in range(TILE):
-                chunk.kept[i, j] = origin[j]
-        for i in range(models):
-            end = chunk.kept[np.int64(chunk.models[i].number)]
-            thin_model(chunk, tile, i, chunk.right, end)
-        row = ends
-        for i in range(ends):
-            end = chunk.kept[i]
-            chunk.sums[i, tile] = multiply(end, end, chunk.wide)
-            for k in range(i + 1, ends):
-                chunk.sums[row, tile] = multiply(end, chunk.kept[k], chunk.wide)
-                row += 1
-    for i in range(ends * (ends + 1) // 2):  # in place, each before what is left of its tiles
-        fold_neighbours(chunk.sums[i])
+# --- kernels --------------------------------------------------------------------------------------
 
 
-def add_chunk(
-    base_at: Any,
-    finetuned_at: Any,
-    output_at: Any,
-    models_at: Any,
-    tensor_at: Any,
-    scratch_at: Any,
-    counts_at: Any,
-    _pairs: Any,
-    limits_at: Any,
-    count: int,
-    stride: int,
-    models: int,
-    first_tile: int,
-    _: int,
-) -> None:  # compiled
-    """For each model, the sums of |delta| and of what is kept of it."""
-    chunk = open_chunk(
-        base_at,
-        finetuned_at,
-        output_at,
-        models_at,
-        tensor_at,
-        scratch_at,
-        counts_at,
-        limits_at,
-        count,
-        stride,
-        models,
-        first_tile,
-    )
-    for i in range(models):  # one at a time: there is room for the sums of one
+def make_products(code: KernelSpec) -> Any:
+    types = find_types(code)
+    open_chunk, load_base = make_opener(types), make_loader(types)
+    thin_model = make_thinner(types, is_apart=False)
+
+    def multiply_chunk(given_at: Any) -> None:  # compiled
+        """The scalar products of all ends, each with itself first.
+
+        An end is what is kept of a model, or the base and that.
+        """
+        chunk = open_chunk(given_at)
+        tensor = chunk.tensors[0]
+        ends: Any = np.int64(tensor.ends)
+        origin = chunk.base if tensor.from_zero else chunk.zeros
         for tile in range(chunk.tiles):
             load_base(chunk, tile)
-            thin_model(chunk, tile, i, chunk.right, chunk.merged)
-            chunk.sums[0, tile] = add_sizes(chunk.size, chunk.wide)
-            chunk.sums[1, tile] = add_sizes(chunk.right, chunk.wide)
-        chunk.models[i].size = fold_neighbours(chunk.sums[0])
-        chunk.models[i].kept_size = fold_neighbours(chunk.sums[1])
+            for i in range(ends):
+                for j in range(TILE):
+                    chunk.kept[i, j] = origin[j]
+            for i in range(len(chunk.models)):
+                end = chunk.kept[np.int64(chunk.models[i].end)]
+                thin_model(chunk, tile, i, chunk.right, end)
+            row = ends
+            for i in range(ends):
+                end = chunk.kept[i]
+                chunk.sums[i, tile] = multiply(end, end, chunk.wide)
+                for k in range(i + 1, ends):
+                    chunk.sums[row, tile] = multiply(end, chunk.kept[k], chunk.wide)
+                    row += 1
+        for i in range(ends * (ends + 1) // 2):  # in place, each before what is left of its tiles
+            fold_neighbours(chunk.sums[i])
+
+    return multiply_chunk
 
 
-def rank_rows(
-    base_at: Any,
-    values_at: Any,
-    by_rank_at: Any,
-    order_at: Any,
-    limits_at: Any,
-    _scratch: Any,
-    _counts: Any,
-    _pairs: Any,
-    _limits: Any,
-    count: int,
-    width: int,
-    skipped: int,
-    is_delta: int,
-    _: int,
-) -> None:  # compiled
-    """Ranks the entries of each row by |delta|, and looks up their limits."""
-    rows = (skipped + count + width - 1) // width
-    base_all = carray(base_at, (rows, width), base_raw)
-    values_all = carray(values_at, (rows, width), finetuned_raw)
-    by_rank = carray(by_rank_at, (width,), np.uint16)
-    limits = carray(limits_at, (count,), np.uint16)
-    patterns = carray(order_at, (2, width), unsigned)
-    places = carray(order_at, (6, width), np.uint32)[4:]
-    counts = carray(order_at, (6 * width + SORT_COUNTERS,), np.uint32)[6 * width :]
-    for row in range(rows):
-        base = base_all[row]
-        values = values_all[row]
-        for j in range(width):
-            patterns[0, j] = find_pattern(values[j], base[j], is_delta == 0)
-            places[0, j] = j
-        if width > SHORT:
-            rank_row(patterns, places, counts, by_rank, limits, row * width - skipped)
-        else:
-            rank_short_row(patterns[0], by_rank, limits, row * width - skipped)
+def make_sums(code: KernelSpec) -> Any:
+    types = find_types(code)
+    open_chunk, load_base = make_opener(types), make_loader(types)
+    thin_model = make_thinner(types, is_apart=True)
+
+    def add_chunk(given_at: Any) -> None:  # compiled
+        """For each model, the sums of |delta| and of what is kept of it."""
+        chunk = open_chunk(given_at)
+        for i in range(len(chunk.models)):  # one at a time: there is room for the sums of one
+            for tile in range(chunk.tiles):
+                load_base(chunk, tile)
+                thin_model(chunk, tile, i, chunk.right, chunk.merged)
+                chunk.sums[0, tile] = add_sizes(chunk.size, chunk.wide)
+                chunk.sums[1, tile] = add_sizes(chunk.right, chunk.wide)
+            chunk.models[i].size = fold_neighbours(chunk.sums[0])
+            chunk.models[i].kept_size = fold_neighbours(chunk.sums[1])
+
+    return add_chunk
+
+
+def make_rank(code: KernelSpec) -> Any:
+    types = find_types(code)
+    base_raw, finetuned_raw, pattern = types.base, types.finetuned, types.pattern
+    find_pattern = make_pattern_finder(types)
+
+    def rank_rows(given_at: Any) -> None:  # compiled
+        """Ranks the entries of each row by |delta|, and looks up their last bits."""
+        given = numba.carray(given_at, (1,), RANKING)[0]
+        width = given.width
+        skipped = given.skipped
+        minus_base = given.is_delta == 0
+        rows = (skipped + given.count + width - 1) // width
+        base_all = view(given.base, (rows, width), base_raw)
+        values_all = view(given.values, (rows, width), finetuned_raw)
+        by_rank = view(given.by_rank, (width,), np.uint16)
+        last_bits = view(given.last_bits, (given.count,), np.uint16)
+        patterns = view(given.order, (2, width), pattern)
+        places = view(given.order, (6, width), np.uint32)[4:]
+        counts = view(given.order, (6 * width + SORT_COUNTERS,), np.uint32)[6 * width :]
+        for row in range(rows):
+            base = base_all[row]
+            values = values_all[row]
+            for j in range(width):
+                patterns[0, j] = find_pattern(values[j], base[j], minus_base)
+                places[0, j] = j
+            if width > SHORT:
+                rank_row(patterns, places, counts, by_rank, last_bits, row * width - skipped)
+            else:
+                rank_short_row(patterns[0], by_rank, last_bits, row * width - skipped)
+
+    return rank_rows
 
 
 @inline
@@ -287,146 +247,138 @@ def note_pattern(pattern: Any, shift: Any, model: Any, counts: Any) -> None:  # 
         counts[1, digit] += np.uint32(1)
 
 
-def count_chunk(
-    base_at: Any,
-    finetuned_at: Any,
-    _output: Any,
-    models_at: Any,
-    tensor_at: Any,
-    scratch_at: Any,
-    counts_at: Any,
-    _pairs: Any,
-    _limits: Any,
-    count: int,
-    stride: int,
-    models: int,
-    first_tile: int,
-    _: int,
-) -> None:  # compiled
-    """Counts |delta| by 16 bits of their pattern, of all entries or of the survivors.
+def make_count(code: KernelSpec) -> Any:
+    types = find_types(code)
+    base_raw, finetuned_raw, pattern_type = types.base, types.finetuned, types.pattern
+    itemsize = np.dtype(types.finetuned).itemsize
+    find_pattern = make_pattern_finder(types)
 
-    shift says which bits; only patterns that continue one of the model's prefixes, found by the
-    passes before, are counted. Where few entries survive, they are picked first.
-    """
-    base_all = carray(base_at, (count,), base_raw)
-    finetuned_all = carray(finetuned_at, (models, stride), finetuned_raw)
-    records = carray(models_at, (models,), MODEL)
-    shift = carray(tensor_at, (1,), TENSOR)[0].shift
-    counts = carray(counts_at, (models, 2, 1 << DIGIT_BITS), np.uint32)
-    rows = carray(scratch_at, (2, 2 * TILE), np.uint16)
-    bits, picked = rows[0], rows[1]
-    patterns = carray(scratch_at, (SIZE_ROW + 1, SCRATCH_WIDTH), unsigned)[SIZE_ROW]
-    for start in range(0, count, TILE):
-        width = count - start
-        base = base_all[start : start + TILE]
-        for i in range(models):
-            model = records[i]
-            minus_base = model.is_delta == 0
-            values = finetuned_all[i, start : start + TILE]
-            if model.limit == np.uint64(0xFFFF):
-                for j in range(min(width, TILE)):
-                    patterns[j] = find_pattern(values[j], base[j], minus_base)
-                for j in range(min(width, TILE)):
-                    note_pattern(patterns[j], shift, model, counts[i])
-                continue
-            draw(bits, first_tile + start // TILE, model.key_0, model.key_1)
-            for k in range(pick(bits, np.uint16(model.limit), picked)):
-                place = np.int64(picked[k])
-                if place < width:
-                    pattern = find_pattern(values[place], base[place], minus_base)
-                    note_pattern(pattern, shift, model, counts[i])
+    def count_chunk(given_at: Any) -> None:  # compiled
+        """Counts |delta| by 16 bits of their pattern, of all entries or of the survivors.
+
+        shift says which bits; only patterns that continue one of the model's prefixes, found by the
+        passes before, are counted. Where few entries survive, they are picked first.
+        """
+        given = numba.carray(given_at, (1,), CHUNK)[0]
+        count = given.count
+        models = given.model_count
+        first_tile = given.first_tile
+        base_all = view(given.base, (count,), base_raw)
+        finetuned_all = view(given.finetuned, (models, given.row_bytes // itemsize), finetuned_raw)
+        records = view(given.models, (models,), MODEL)
+        shift = view(given.tensor, (1,), TENSOR)[0].shift
+        counts = view(given.counts, (models, 2, 1 << DIGIT_BITS), np.uint32)
+        rows = view(given.scratch, (2, 2 * TILE), np.uint16)
+        bits, picked = rows[0], rows[1]
+        patterns = view(given.scratch, (SIZE_ROW + 1, SCRATCH_WIDTH), pattern_type)[SIZE_ROW]
+        for start in range(0, count, TILE):
+            width = count - start
+            base = base_all[start : start + TILE]
+            for i in range(models):
+                model = records[i]
+                minus_base = model.is_delta == 0
+                values = finetuned_all[i, start : start + TILE]
+                if model.threshold == np.uint64(KEEP_ALL):
+                    for j in range(min(width, TILE)):
+                        patterns[j] = find_pattern(values[j], base[j], minus_base)
+                    for j in range(min(width, TILE)):
+                        note_pattern(patterns[j], shift, model, counts[i])
+                    continue
+                draw(bits, first_tile + start // TILE, model.key_0, model.key_1)
+                for k in range(pick(bits, np.uint16(model.threshold - np.uint64(1)), picked)):
+                    place = np.int64(picked[k])
+                    if place < width:
+                        pattern = find_pattern(values[place], base[place], minus_base)
+                        note_pattern(pattern, shift, model, counts[i])
+
+    return count_chunk
 
 
-def measure_chunk(
-    base_at: Any,
-    finetuned_at: Any,
-    output_at: Any,
-    models_at: Any,
-    tensor_at: Any,
-    scratch_at: Any,
-    counts_at: Any,
-    pairs_at: Any,
-    limits_at: Any,
-    count: int,
-    stride: int,
-    models: int,
-    first_tile: int,
-    _: int,
-) -> None:  # compiled
-    """Gathers an analysis' figures. Zeros that pad a last tile are counted, too."""
-    chunk = open_chunk(
-        base_at,
-        finetuned_at,
-        output_at,
-        models_at,
-        tensor_at,
-        scratch_at,
-        counts_at,
-        limits_at,
-        count,
-        stride,
-        models,
-        first_tile,
-    )
-    pairs = carray(pairs_at, (models * (models - 1) // 2,), PAIR)
-    counts = carray(counts_at, (models, LANES, BINS), np.uint32)
-    for tile in range(chunk.tiles):
-        raw = chunk.raw_base[tile * TILE : (tile + 1) * TILE]
+def make_measure(code: KernelSpec) -> Any:
+    types = find_types(code)
+    real, decode = types.real, types.decode_base
+    open_chunk = make_opener(types)
+    measure_model = make_model_measure(types)
+    compare = make_comparison(types)
+
+    def measure_chunk(given_at: Any) -> None:  # compiled
+        """Gathers an analysis' figures. Zeros that pad a last tile are counted, too."""
+        chunk = open_chunk(given_at)
+        given = numba.carray(given_at, (1,), CHUNK)[0]
+        models = len(chunk.models)
+        pairs = view(given.pairs, (models * (models - 1) // 2,), PAIR)
+        counts = view(given.counts, (models, LANES, BINS), np.uint32)
+        for tile in range(chunk.tiles):
+            raw = chunk.raw_base[tile * TILE : (tile + 1) * TILE]
+            for j in range(TILE):
+                value = real(decode(raw[j]))
+                chunk.base[j] = value
+                chunk.merged[j] = value * value
+            chunk.tensors[0].base_squares += fold(chunk.merged)
+            for i in range(models):
+                measure_model(chunk, tile, i)
+                find_bins(chunk.size, chunk.bits)
+                for j in range(0, TILE, LANES):
+                    for lane in range(LANES):
+                        counts[i, lane, chunk.bits[j + lane]] += np.uint32(1)
+                chunk.models[i].size += fold(chunk.size)
+            row = 0
+            for i in range(models):
+                for k in range(i + 1, models):
+                    compare(chunk, i, k)
+                    note_conflict(chunk, pairs[row])
+                    pairs[row].product += fold(chunk.merged)
+                    row += 1
+
+    return measure_chunk
+
+
+def make_model_measure(types: Types) -> Any:
+    real, pattern, decode = types.real, types.pattern, types.decode_finetuned
+
+    @inline
+    def measure_model(chunk: Any, tile: int, i: int) -> None:  # compiled
+        """The deltas of a model, as they are, and their sizes."""
+        model = chunk.models[i]
+        raw = chunk.raw_models[i, tile * TILE : (tile + 1) * TILE]
+        base = chunk.zeros if model.is_delta else chunk.base
+        deltas = chunk.kept[i]
+        large = real(chunk.tensors[0].delta_threshold)
+        peak = pattern(model.peak)
+        zeros = np.uint32(0)
+        above = np.uint32(0)
         for j in range(TILE):
-            value = real(decode(raw[j]))
-            chunk.base[j] = value
-            chunk.merged[j] = value * value
-        chunk.tensors[0].base_squares += fold(chunk.merged)
-        for i in range(models):
-            measure_model(chunk, tile, i)
-            find_bins(chunk.size, chunk.bits)
-            for j in range(0, TILE, LANES):
-                for lane in range(LANES):
-                    counts[i, lane, chunk.bits[j + lane]] += np.uint32(1)
-            chunk.models[i].size += fold(chunk.size)
-        row = 0
-        for i in range(models):
-            for k in range(i + 1, models):
-                compare(chunk, i, k)
-                note_conflict(chunk, pairs[row])
-                pairs[row].product += fold(chunk.merged)
-                row += 1
+            delta = decode(raw[j]) - base[j]
+            deltas[j] = delta
+            magnitude = abs(delta)
+            chunk.size[j] = magnitude
+            chunk.merged[j] = delta * delta
+            peak = max(peak, real(magnitude).view(pattern))
+            zeros = np.uint32(zeros + np.uint32(magnitude == 0))
+            above = np.uint32(above + np.uint32(magnitude > large))
+        model.peak = peak
+        model.zeros += np.uint64(zeros)
+        model.above += np.uint64(above)
+        model.squares += fold(chunk.merged)
+
+    return measure_model
 
 
-def measure_model(chunk: Any, tile: int, i: int) -> None:  # compiled
-    """The deltas of a model, as they are, and their sizes."""
-    model = chunk.models[i]
-    raw = chunk.raw_models[i, tile * TILE : (tile + 1) * TILE]
-    base = chunk.zeros if model.is_delta else chunk.base
-    deltas = chunk.kept[i]
-    threshold = real(chunk.tensors[0].threshold)
-    peak = unsigned(model.peak)
-    zeros = np.uint32(0)
-    above = np.uint32(0)
-    for j in range(TILE):
-        delta = decode_finetuned(raw[j]) - base[j]
-        deltas[j] = delta
-        magnitude = abs(delta)
-        chunk.size[j] = magnitude
-        chunk.merged[j] = delta * delta
-        peak = max(peak, real(magnitude).view(unsigned))
-        zeros = np.uint32(zeros + np.uint32(magnitude == 0))
-        above = np.uint32(above + np.uint32(magnitude > threshold))
-    model.peak = peak
-    model.zeros += np.uint64(zeros)
-    model.above += np.uint64(above)
-    model.squares += fold(chunk.merged)
+def make_comparison(types: Types) -> Any:
+    real = types.real
 
+    @inline
+    def compare(chunk: Any, i: int, k: int) -> None:  # compiled
+        """How many of two models change a position up or down, by how much, and the product."""
+        one, other = chunk.kept[i], chunk.kept[k]
+        for j in range(TILE):
+            a, b = one[j], other[j]
+            chunk.left[j] = real(a > 0) + real(b > 0)
+            chunk.right[j] = real(a < 0) + real(b < 0)
+            chunk.size[j] = abs(a) + abs(b)
+            chunk.merged[j] = a * b
 
-def compare(chunk: Any, i: int, k: int) -> None:  # compiled
-    """How many of two models change a position up or down, by how much, and the product."""
-    one, other = chunk.kept[i], chunk.kept[k]
-    for j in range(TILE):
-        a, b = one[j], other[j]
-        chunk.left[j] = real(a > 0) + real(b > 0)
-        chunk.right[j] = real(a < 0) + real(b < 0)
-        chunk.size[j] = abs(a) + abs(b)
-        chunk.merged[j] = a * b
+    return compare
 
 
 @inline
@@ -446,7 +398,3 @@ def note_conflict(chunk: Any, pair: Any) -> None:  # compiled
     pair.both += np.float64(both)
     pair.opposed_size += fold(up)
     pair.both_size += fold(down)
-
-
-# Templates that are filled in where measure_chunk calls them.
-MEASURES: Final = (measure_model, compare)

@@ -3,24 +3,29 @@
 The arithmetic is that of darelib.kernels.plain, to the bit. Loops are what LLVM vectorises well: a
 fixed number of turns, slices rather than offsets, no output that could be an input under another
 name. What Numba compiles is marked `# compiled`: coverage cannot see it, since it runs without the
-interpreter. Kernels and what they share are templates: names that depend on the types are filled in
-by `build`.
+interpreter.
+
+A function that depends on the stored types is made by a function of these `Types`: Numba takes what
+it finds in such a closure for constants. A kernel is given one address, that of a record of
+darelib.kernels.records, which has the addresses of arrays and numbers by their names.
 """
 
 import importlib
 from collections import namedtuple
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
-from types import FunctionType
 from typing import Any, Final
 
 import numpy as np
 from llvmlite import ir
 
-from darelib.core.formats import DIGIT_BITS
-from darelib.core.mask import MASK_BITS, ROUNDS, TILE
+from darelib.core.formats import FORMATS
+from darelib.core.mask import KEEP_ALL, MASK_BITS, ROUNDS, TILE
+from darelib.kernels import KernelSpec
 from darelib.kernels.records import (
     BASE_ROW,
+    CHUNK,
     DIVISOR_ROW,
     LEFT_ROW,
     MERGED_ROW,
@@ -35,13 +40,33 @@ from darelib.kernels.records import (
 
 # Numba's types say less than its functions accept.
 numba: Any = importlib.import_module("numba")
-carray = numba.carray
-
+intrinsic: Any = importlib.import_module("numba.extending").intrinsic
 
 # A function that is compiled into the kernels that call it.
 inline: Callable[[Callable[..., Any]], Any] = numba.njit(
     forceinline=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True
 )
+
+# --- arrays ---------------------------------------------------------------------------------------
+
+
+def point(_: Any, address: Any) -> Any:
+    """An address, which records have as an integer, as a pointer."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = context.get_value_type(signature.return_type)
+        return builder.inttoptr(arguments[0], pointer)
+
+    return numba.types.voidptr(address), generate
+
+
+point_to = intrinsic(point)
+
+
+@inline
+def view(address: Any, shape: Any, dtype: Any) -> Any:  # compiled
+    """The array that begins at an address."""
+    return numba.carray(point_to(address), shape, dtype)
 
 
 # --- stored values --------------------------------------------------------------------------------
@@ -159,15 +184,15 @@ def draw(bits: Any, tile: int, k0: Any, k1: Any) -> None:  # compiled
 
 
 @inline
-def pick(bits: Any, limit: Any, picked: Any) -> Any:  # compiled
+def pick(bits: Any, last: Any, picked: Any) -> Any:  # compiled
     """The places of a tile that a mask keeps, in order. Gives how many they are.
 
-    Without branches, which no processor could predict.
+    last: the largest bits that are kept. Without branches, which no processor could predict.
     """
     found = np.uint64(0)
     for j in range(TILE):
         picked[found] = j
-        found += np.uint64(bits[j] <= limit)
+        found += np.uint64(bits[j] <= last)
     return found
 
 
@@ -180,19 +205,19 @@ def count_zeros(_: Any, word: Any) -> Any:
     return word(word), generate
 
 
-find_first_bit = importlib.import_module("numba.extending").intrinsic(count_zeros)
+find_first_bit = intrinsic(count_zeros)
 
 
 @inline
 def scatter(
-    entries: Any, bits: Any, limit: Any, flags: Any, words: Any, values: Any
+    entries: Any, bits: Any, last: Any, flags: Any, words: Any, values: Any
 ) -> Any:  # compiled
     """Put entries where a mask keeps them, as far as there are any. Gives how many it keeps.
 
     flags: room for a byte for each value of the tile; words: the same as 64-bit words.
     """
     for j in range(TILE):
-        flags[j] = np.uint8(bits[j] <= limit)
+        flags[j] = np.uint8(bits[j] <= last)
     for j in range(len(values), TILE):
         flags[j] = 0
     kept = np.uint16(0)
@@ -213,11 +238,11 @@ def scatter(
 
 
 @inline
-def choose_by_rank(bits: Any, limits: Any, divisors: Any) -> Any:  # compiled
-    """Make bits those of a mask that keeps what is below limits of their own. Gives its limit."""
+def choose_by_rank(bits: Any, last_bits: Any, divisors: Any) -> Any:  # compiled
+    """Make bits those of a mask that keeps entries up to bits of their own. Gives its last bits."""
     for j in range(TILE):
-        divisors[j] = (limits[j] + np.float32(1)) / np.float32(65536)
-        bits[j] = np.uint16(bits[j] > limits[j])
+        divisors[j] = (last_bits[j] + np.float32(1)) / np.float32(65536)
+        bits[j] = np.uint16(bits[j] > last_bits[j])
     return np.uint16(0)
 
 
@@ -235,189 +260,223 @@ def fold(values: Any) -> Any:  # compiled
     return values[0]
 
 
-# --- templates ----------------------------------------------------------------------------------
+# --- types ----------------------------------------------------------------------------------------
 
-# The names that are filled in: the type to compute in, and the unsigned integers of its size; those
-# of stored values, and how these become values and back; variants of thin_row; what a kernel does
-# to a tile.
-FILLED_IN: Final[Any] = None
-real = unsigned = base_raw = finetuned_raw = output_raw = FILLED_IN
-decode = decode_finetuned = narrow = encode = combine = note = FILLED_IN
-thin_rare = is_apart = is_rare = FILLED_IN
 
+@dataclass(frozen=True)
+class Types:
+    """What a kernel computes in, and what it reads, as Numba knows it."""
+
+    real: Any  # the floats to compute in
+    pattern: Any  # unsigned integers of their size
+    base: Any  # unsigned integers, as which values are stored
+    finetuned: Any
+    decode_base: Any
+    decode_finetuned: Any
+
+
+def find_types(code: KernelSpec) -> Types:
+    is_wide = code.real == "F64"
+    return Types(
+        real=np.float64 if is_wide else np.float32,
+        pattern=np.uint64 if is_wide else np.uint32,
+        base=RAW[code.base],
+        finetuned=RAW[code.finetuned],
+        decode_base=DECODERS[code.base],
+        decode_finetuned=DECODERS[code.finetuned],
+    )
+
+
+def make_encoder(code: KernelSpec) -> Any:
+    encode = ENCODERS[code.output]
+
+    @inline
+    def encode_by_odd(value: Any) -> Any:  # compiled
+        return encode(round_to_odd(value))
+
+    rounds_twice = code.real == "F64" and FORMATS[code.output].bits == 16
+    return encode_by_odd if rounds_twice else encode
+
+
+# --- chunks ---------------------------------------------------------------------------------------
 
 # What a kernel is given of a chunk, as arrays: where it begins and ends, stored values, records of
-# the models and of the tensor, what kernels count, the limits or numbers of entries, sums by tiles
-# (in the output's place); rows of scratch, and one in float64. Kept: a row for each model.
+# the models and of the tensor, the last bits that are kept of entries, sums by tiles (in the
+# output's place); rows of scratch, and one in float64. Kept: a row for each model.
 Chunk = namedtuple(
     "Chunk",
-    "first_tile tiles count raw_base raw_models models tensors counts limits by_entry sums"
+    "first_tile tiles count raw_base raw_models models tensors last_bits sums"
     " bits base merged size left right zeros divisors kept wide",
 )
 
 
-def open_chunk(
-    base_at: Any,
-    finetuned_at: Any,
-    output_at: Any,
-    models_at: Any,
-    tensor_at: Any,
-    scratch_at: Any,
-    counts_at: Any,
-    limits_at: Any,
-    count: int,
-    stride: int,
-    models: int,
-    first_tile: int,
-) -> Any:  # compiled
-    """Addresses as arrays, with zeros behind the last tile and for a base of zeros."""
-    tiles = (count + TILE - 1) // TILE
-    base = carray(base_at, (tiles * TILE,), base_raw)
-    finetuned = carray(finetuned_at, (models, stride), finetuned_raw)
-    tensors = carray(tensor_at, (1,), TENSOR)
-    ends: Any = np.int64(tensors[0].ends)
-    rows = SCRATCH_ROWS + max(models, ends)
-    scratch = carray(scratch_at, (rows, SCRATCH_WIDTH), real)
-    base[count:] = 0
-    finetuned[:, count : tiles * TILE] = 0
-    scratch[ZERO_ROW] = 0
-    return Chunk(
-        first_tile=first_tile,
-        tiles=tiles,
-        count=count,
-        raw_base=base,
-        raw_models=finetuned,
-        models=carray(models_at, (models,), MODEL),
-        tensors=tensors,
-        counts=carray(counts_at, (3, 1 << DIGIT_BITS), np.uint32),
-        limits=carray(limits_at, (models, stride * finetuned.itemsize // 2), np.uint16),
-        by_entry=carray(limits_at, (tiles * TILE,), np.float32),
-        sums=carray(output_at, (rows * rows, tiles), np.float64),
-        bits=carray(scratch_at, (TILE,), np.uint16),
-        base=scratch[BASE_ROW],
-        merged=scratch[MERGED_ROW],
-        size=scratch[SIZE_ROW],
-        left=scratch[LEFT_ROW],
-        right=scratch[RIGHT_ROW],
-        zeros=scratch[ZERO_ROW],
-        divisors=scratch[DIVISOR_ROW],
-        kept=scratch[SCRATCH_ROWS:],
-        wide=carray(scratch_at, (rows + 1, SCRATCH_WIDTH), np.float64)[rows],
-    )
+@cache  # as the others: what several kernels have in common is compiled once
+def make_opener(types: Types) -> Any:
+    real, base_raw, finetuned_raw = types.real, types.base, types.finetuned
+    itemsize = np.dtype(types.finetuned).itemsize
+
+    @inline
+    def open_chunk(given_at: Any) -> Any:  # compiled
+        """Addresses as arrays, with zeros behind the last tile and for a base of zeros."""
+        given = numba.carray(given_at, (1,), CHUNK)[0]
+        count = given.count
+        models = given.model_count
+        tiles = (count + TILE - 1) // TILE
+        base = view(given.base, (tiles * TILE,), base_raw)
+        finetuned = view(given.finetuned, (models, given.row_bytes // itemsize), finetuned_raw)
+        tensors = view(given.tensor, (1,), TENSOR)
+        rows = SCRATCH_ROWS + max(models, np.int64(tensors[0].ends))
+        scratch = view(given.scratch, (rows, SCRATCH_WIDTH), real)
+        base[count:] = 0
+        finetuned[:, count : tiles * TILE] = 0
+        scratch[ZERO_ROW] = 0
+        return Chunk(
+            first_tile=given.first_tile,
+            tiles=tiles,
+            count=count,
+            raw_base=base,
+            raw_models=finetuned,
+            models=view(given.models, (models,), MODEL),
+            tensors=tensors,
+            last_bits=view(given.last_bits, (models, given.row_bytes // 2), np.uint16),
+            sums=view(given.output, (rows * rows, tiles), np.float64),
+            bits=view(given.scratch, (TILE,), np.uint16),
+            base=scratch[BASE_ROW],
+            merged=scratch[MERGED_ROW],
+            size=scratch[SIZE_ROW],
+            left=scratch[LEFT_ROW],
+            right=scratch[RIGHT_ROW],
+            zeros=scratch[ZERO_ROW],
+            divisors=scratch[DIVISOR_ROW],
+            kept=scratch[SCRATCH_ROWS:],
+            wide=view(given.scratch, (rows + 1, SCRATCH_WIDTH), np.float64)[rows],
+        )
+
+    return open_chunk
 
 
-def load_base(chunk: Any, tile: int) -> None:  # compiled
-    raw = chunk.raw_base[tile * TILE : (tile + 1) * TILE]
-    for j in range(TILE):
-        chunk.base[j] = decode(raw[j])
+@cache
+def make_loader(types: Types) -> Any:
+    decode = types.decode_base
+
+    @inline
+    def load_base(chunk: Any, tile: int) -> None:  # compiled
+        raw = chunk.raw_base[tile * TILE : (tile + 1) * TILE]
+        for j in range(TILE):
+            chunk.base[j] = decode(raw[j])
+
+    return load_base
 
 
-def thin_model(chunk: Any, tile: int, i: int, row: Any, total: Any) -> None:  # compiled
-    """One tile of one model, from stored values to thinned deltas: the heart of all kernels.
+@cache
+def make_thinner(types: Types, is_apart: bool) -> Any:
+    """is_apart: whether thinned deltas are wanted in a row of their own."""
+    thin_row = make_row_thinner(types, is_apart, is_rare=False)
+    thin_rare_row = make_row_thinner(types, is_apart, is_rare=True)
+    choose_by_size = make_chooser(types)
 
-    They are added to a total; where they are wanted apart, they are what a row holds, too.
-    """
-    model = chunk.models[i]
-    start = tile * TILE
-    raw = chunk.raw_models[i, start : start + TILE]
-    base = chunk.zeros if model.is_delta else chunk.base
-    bits = chunk.bits
-    limit = np.uint16(model.limit)
-    # No bits are above a limit that keeps all: whatever is there from before will do.
-    drops_some = model.ranked or limit < np.uint16((1 << MASK_BITS) - 1)
-    if model.bounded:
-        drops_some = model.at_low + model.at_high < np.uint64(2 << MASK_BITS)
-    if drops_some:
-        draw(bits, chunk.first_tile + tile, model.key_0, model.key_1)
-    if model.bounded:
-        limit = choose_by_size(raw, base, model, bits)
-    if model.ranked:
-        limit = choose_by_rank(bits, chunk.limits[i, start : start + TILE], chunk.divisors)
-    if model.divided or model.floor > 0:
-        thin_rare(chunk, raw, model, base, limit, row, total)
-    else:
-        thin_row(chunk, raw, model, base, limit, row, total)
-    for j in range(chunk.count - start, TILE):  # what pads a last tile was counted too
-        model.kept -= np.uint64(bits[j] <= limit)
+    @inline
+    def thin_model(chunk: Any, tile: int, i: int, row: Any, total: Any) -> None:  # compiled
+        """One tile of one model, from stored values to thinned deltas: the heart of all kernels.
 
+        They are added to a total; where they are wanted apart, they are what a row holds, too.
+        """
+        model = chunk.models[i]
+        start = tile * TILE
+        raw = chunk.raw_models[i, start : start + TILE]
+        base = chunk.zeros if model.is_delta else chunk.base
+        bits = chunk.bits
+        last = np.uint16(model.threshold - np.uint64(1))
+        # Where all is kept, no bits are above the last: whatever is there from before will do.
+        drops_some = model.ranked or model.threshold < np.uint64(KEEP_ALL)
+        if model.bounded:
+            drops_some = model.at_low + model.at_high < np.uint64(2 << MASK_BITS)
+        if drops_some:
+            draw(bits, chunk.first_tile + tile, model.key_0, model.key_1)
+        if model.bounded:
+            last = choose_by_size(raw, base, model, bits)
+        if model.ranked:
+            last = choose_by_rank(bits, chunk.last_bits[i, start : start + TILE], chunk.divisors)
+        if model.divided or model.floor > 0:
+            thin_rare_row(chunk, raw, model, base, last, row, total)
+        else:
+            thin_row(chunk, raw, model, base, last, row, total)
+        for j in range(chunk.count - start, TILE):  # what pads a last tile was counted too
+            model.kept -= np.uint64(bits[j] <= last)
 
-def choose_by_size(raw: Any, base: Any, model: Any, bits: Any) -> Any:  # compiled
-    """Make bits those of a mask that keeps what is within bounds. Gives its limit."""
-    low, high = real(model.low), real(model.high)
-    at_low, at_high = np.uint32(model.at_low), np.uint32(model.at_high)
-    for j in range(TILE):
-        magnitude = abs(decode_finetuned(raw[j]) - base[j])
-        is_low = magnitude == low
-        is_high = magnitude == high
-        survives = np.uint32(bits[j]) < (at_low if is_low else at_high)
-        kept = (magnitude > low and magnitude < high) or ((is_low or is_high) and survives)
-        bits[j] = np.uint16(0) if kept else np.uint16(1)
-    return np.uint16(0)
+    return thin_model
 
 
-def thin_row(
-    chunk: Any, raw: Any, model: Any, base: Any, limit: Any, row: Any, total: Any
-) -> None:  # compiled
-    """is_rare: a model that is divided (each entry by its own divisor) or trimmed."""
-    threshold = real(chunk.tensors[0].threshold)
-    floor = real(model.floor)
-    scale = real(model.scale)
-    divided = model.divided != 0
-    peak = unsigned(model.peak)
-    above = np.uint32(0)
-    survivors = np.uint32(0)
-    for j in range(TILE):
-        delta = decode_finetuned(raw[j]) - base[j]
-        magnitude = abs(delta)
-        chunk.size[j] = magnitude
-        # As integers, a NaN or an infinity is the largest of all, and the loop vectorises.
-        peak = max(peak, real(magnitude).view(unsigned))
-        above = np.uint32(above + np.uint32(magnitude > threshold))
-        survives = chunk.bits[j] <= limit
-        survivors = np.uint32(survivors + np.uint32(survives))
-        scaled = delta * scale
-        if is_rare:
-            scaled = scaled / chunk.divisors[j] if divided else scaled
-            scaled = scaled if magnitude >= floor else real(0)
-        kept = scaled if survives else real(0)
-        if is_apart:
-            row[j] = kept
-        total[j] += kept
-    model.peak = peak
-    model.above += np.uint64(above)
-    model.kept += np.uint64(survivors)
+def make_chooser(types: Types) -> Any:
+    real, decode = types.real, types.decode_finetuned
+
+    @inline
+    def choose_by_size(raw: Any, base: Any, model: Any, bits: Any) -> Any:  # compiled
+        """Make bits those of a mask that keeps what is within bounds. Gives its last bits."""
+        low, high = real(model.low), real(model.high)
+        at_low, at_high = np.uint32(model.at_low), np.uint32(model.at_high)
+        for j in range(TILE):
+            magnitude = abs(decode(raw[j]) - base[j])
+            is_low = magnitude == low
+            is_high = magnitude == high
+            survives = np.uint32(bits[j]) < (at_low if is_low else at_high)
+            kept = (magnitude > low and magnitude < high) or ((is_low or is_high) and survives)
+            bits[j] = np.uint16(0) if kept else np.uint16(1)
+        return np.uint16(0)
+
+    return choose_by_size
 
 
-def find_pattern(value: Any, base: Any, minus_base: Any) -> Any:  # compiled
-    """The bits of |delta|."""
-    delta = real(decode_finetuned(value))
-    if minus_base:
-        delta = real(delta - real(decode(base)))
-    return real(abs(delta)).view(unsigned)
+def make_row_thinner(types: Types, is_apart: bool, is_rare: bool) -> Any:
+    """is_rare: for a model that is divided (each entry by its own divisor) or trimmed."""
+    real, pattern, decode = types.real, types.pattern, types.decode_finetuned
+
+    @inline
+    def thin_row(
+        chunk: Any, raw: Any, model: Any, base: Any, last: Any, row: Any, total: Any
+    ) -> None:  # compiled
+        large = real(chunk.tensors[0].delta_threshold)
+        floor = real(model.floor)
+        scale = real(model.scale)
+        divided = model.divided != 0
+        peak = pattern(model.peak)
+        above = np.uint32(0)
+        survivors = np.uint32(0)
+        for j in range(TILE):
+            delta = decode(raw[j]) - base[j]
+            magnitude = abs(delta)
+            chunk.size[j] = magnitude
+            # As integers, a NaN or an infinity is the largest of all, and the loop vectorises.
+            peak = max(peak, real(magnitude).view(pattern))
+            above = np.uint32(above + np.uint32(magnitude > large))
+            survives = chunk.bits[j] <= last
+            survivors = np.uint32(survivors + np.uint32(survives))
+            scaled = delta * scale
+            if is_rare:
+                scaled = scaled / chunk.divisors[j] if divided else scaled
+                scaled = scaled if magnitude >= floor else real(0)
+            kept = scaled if survives else real(0)
+            if is_apart:
+                row[j] = kept
+            total[j] += kept
+        model.peak = peak
+        model.above += np.uint64(above)
+        model.kept += np.uint64(survivors)
+
+    return thin_row
 
 
-# In an order in which each is filled in before what calls it.
-TEMPLATES: Final = (thin_row, choose_by_size, thin_model, load_base, open_chunk, find_pattern)
+@cache
+def make_pattern_finder(types: Types) -> Any:
+    real, pattern = types.real, types.pattern
+    decode_base, decode_finetuned = types.decode_base, types.decode_finetuned
 
+    @inline
+    def find_pattern(value: Any, base: Any, minus_base: Any) -> Any:  # compiled
+        """The bits of |delta|."""
+        delta = real(decode_finetuned(value))
+        if minus_base:
+            delta = real(delta - real(decode_base(base)))
+        return real(abs(delta)).view(pattern)
 
-def fill_in(template: Any, names: Mapping[str, Any]) -> FunctionType:
-    """A copy of a function to which some global names mean something else."""
-    return FunctionType(template.__code__, {**template.__globals__, **names}, template.__name__)
-
-
-@cache  # so that what several kernels have in common is compiled once
-def list_names(base: str, finetuned: str, is_wide: bool, is_apart: bool) -> dict[str, Any]:
-    names: dict[str, Any] = {
-        "real": np.float64 if is_wide else np.float32,
-        "unsigned": np.uint64 if is_wide else np.uint32,
-        "base_raw": RAW[base],
-        "finetuned_raw": RAW[finetuned],
-        "decode": DECODERS[base],
-        "decode_finetuned": DECODERS[finetuned],
-        "is_apart": is_apart,
-        "is_rare": False,
-    }
-    names["thin_rare"] = inline(fill_in(thin_row, {**names, "is_rare": True}))
-    for template in TEMPLATES:
-        names[template.__name__] = inline(fill_in(template, names))
-    return names
+    return find_pattern

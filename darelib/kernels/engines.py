@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -62,11 +63,8 @@ def load_kernels(
     if engine == "plain" or is_done_at_once(codes.values(), engine, work):
         return kernels
     try:
-        if _failures:
-            raise _failures[0]
-        _loaded.update(
-            load_compiled(sorted({*codes.values()} - _loaded.keys(), key=str), interrupts)
-        )
+        wanted = sorted({*codes.values()} - _loaded.keys(), key=str)
+        _loaded.update(load_compiled(wanted, interrupts))
     except EngineUnavailable as error:
         _failures[:] = [error]
         if engine == "numba":
@@ -91,12 +89,13 @@ def is_done_at_once(codes: Collection[KernelSpec], engine: str, work: int) -> bo
 
 
 def count_missing(codes: Collection[KernelSpec]) -> int:
-    """How many functions are neither loaded nor stored."""
-    try:
-        folder = find_cache()
-        return sum(not (folder / object_name(code)).exists() for code in {*codes} - _loaded.keys())
-    except EngineUnavailable:
-        return len(codes)
+    """How many functions are neither loaded nor stored where nobody else can write."""
+    wanted = {*codes} - _loaded.keys()
+    folder = find_cache()
+    with suppress(EngineUnavailable):  # of a machine that nothing can be compiled for
+        if not find_doubt(folder):
+            return sum(not (folder / object_name(code)).exists() for code in wanted)
+    return len(wanted)
 
 
 def estimate_compiling(specs: Collection[KernelSpec], engine: str, work: int) -> float:
@@ -112,6 +111,8 @@ def load_compiled(codes: Sequence[KernelSpec], interrupts: Interrupts) -> Kernel
     """Functions from the user's cache; what is not there is compiled now."""
     if not codes:
         return {}
+    if _failures:
+        raise _failures[0]
     folder = find_cache()
     paths = {code: folder / object_name(code) for code in codes}
     doubt = find_doubt(folder)

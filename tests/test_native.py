@@ -132,26 +132,32 @@ def test_a_kernel_that_is_wrong_is_not_used_and_the_result_is_right(
         slow("elect", "cpu", " if share[j] > 0 else zero", ""),
         slow("average", "cpu", 'any_sign = code.kind == "average"', "any_sign = False"),
         slow("sum", "cpu", "value = base[j] if change == 0 else sum_", "value = sum_"),
-        slow("sum", "parts", "x1 = first >> np.uint64(32)", "x1 = np.uint64(0)"),
-        slow("sum", "parts", "base[count:] = 0", "pass"),
-        slow("sum", "parts", "finetuned[:, count : tiles * TILE] = 0", "pass"),
-        slow("sum", "parts", "scratch[ZERO_ROW] = 0", "pass"),
-        slow("sum", "parts", "(at_low if is_low else at_high)", "at_low"),
-        slow("sum", "parts", "model.kept -= np.uint64(bits[j] <= last)", "pass"),
-        slow("sum", "parts", "drops_some = model.ranked or ", "drops_some = "),
-        slow("products", "looks", "chunk.base if tensor.from_zero else chunk.zeros", "chunk.base"),
-        slow("products", "looks", "chunk.kept[i, j] = origin[j]", "pass"),
-        slow("sums", "looks", "abs(np.float64(values[j]))", "np.float64(values[j])"),
-        slow("rank", "looks", "passes = max(1, ", "passes = ("),
-        slow("count", "looks", "elif prefix == model.prefix_2:", "elif prefix == model.prefix:"),
+        slow("sum", "cpu_parts", "x1 = first >> np.uint64(32)", "x1 = np.uint64(0)"),
+        slow("sum", "cpu_parts", "base[count:] = 0", "pass"),
+        slow("sum", "cpu_parts", "finetuned[:, count : tiles * TILE] = 0", "pass"),
+        slow("sum", "cpu_parts", "scratch[ZERO_ROW] = 0", "pass"),
+        slow("sum", "cpu_parts", "(at_low if is_low else at_high)", "at_low"),
+        slow("sum", "cpu_parts", "model.kept -= np.uint64(bits[j] <= last)", "pass"),
+        slow("sum", "cpu_parts", "drops_some = model.ranked or ", "drops_some = "),
+        slow(
+            "products", "cpu_looks", "chunk.base if tensor.from_zero else chunk.zeros", "chunk.base"
+        ),
+        slow("products", "cpu_looks", "chunk.kept[i, j] = origin[j]", "pass"),
+        slow("sums", "cpu_looks", "abs(np.float64(values[j]))", "np.float64(values[j])"),
+        slow("rank", "cpu_looks", "passes = max(1, ", "passes = ("),
+        slow(
+            "count", "cpu_looks", "elif prefix == model.prefix_2:", "elif prefix == model.prefix:"
+        ),
         slow(
             "measure",
-            "looks",
+            "cpu_looks",
             "place if place < np.uint32(BINS - 1) else np.uint32(BINS - 1)",
             "place",
         ),
-        slow("unpack", "parts", "while mask and done < np.uint64(len(entries)):", "while mask:"),
-        slow("unpack", "parts", "flags[j] = 0", "pass"),
+        slow(
+            "unpack", "cpu_parts", "while mask and done < np.uint64(len(entries)):", "while mask:"
+        ),
+        slow("unpack", "cpu_parts", "flags[j] = 0", "pass"),
         slow("expand", "cpu", "while k < rank:", "while k < rank - 1:"),
     ],
 )
@@ -300,7 +306,7 @@ def test_kernels_depend_on_all_that_is_compiled_in_and_on_nothing_else(tmp_path:
     for name, right, wrong, is_needed in (
         ("core/mask.py", "ROUNDS: Final = 7", "ROUNDS: Final = 8", True),
         ("kernels/records.py", "TILE + 80", "TILE + 96", True),
-        ("kernels/looks.py", "SHORT: Final = 16", "SHORT: Final = 8", True),
+        ("kernels/cpu_looks.py", "SHORT: Final = 16", "SHORT: Final = 8", True),
         ("methods/sce.py", "LEAST_SHARE: Final = 1e-6", "LEAST_SHARE: Final = 1e-7", False),
         ("run/worker.py", '"""One job', '"""A job', False),
     ):

@@ -7,9 +7,8 @@ import llvmlite.binding as llvm
 import numpy as np
 
 from darelib.core.mask import TILE
-from darelib.kernels import EngineUnavailable, KernelSpec, looks
-from darelib.kernels.objects import target_machine
-from darelib.kernels.parts import (
+from darelib.kernels import EngineUnavailable, KernelSpec, cpu_looks
+from darelib.kernels.cpu_parts import (
     RAW,
     draw,
     find_types,
@@ -23,6 +22,7 @@ from darelib.kernels.parts import (
     scatter,
     view,
 )
+from darelib.kernels.objects import target_machine
 from darelib.kernels.records import CHUNK, EXPANSION, MODEL, UNPACKING
 
 
@@ -213,11 +213,11 @@ MAKERS: Final[Mapping[str, Callable[[KernelSpec], Any]]] = {
     "expand": make_expand,
     "pack": make_pack,
     "unpack": make_unpack,
-    "products": looks.make_products,
-    "sums": looks.make_sums,
-    "rank": looks.make_rank,
-    "count": looks.make_count,
-    "measure": looks.make_measure,
+    "products": cpu_looks.make_products,
+    "sums": cpu_looks.make_sums,
+    "rank": cpu_looks.make_rank,
+    "count": cpu_looks.make_count,
+    "measure": cpu_looks.make_measure,
 }
 
 # What a kernel may call: every process has these (the last two on a Mac).

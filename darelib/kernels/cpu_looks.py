@@ -7,7 +7,7 @@ import numpy as np
 from darelib.core.formats import DIGIT_BITS
 from darelib.core.mask import KEEP_ALL, TILE
 from darelib.kernels import KernelSpec
-from darelib.kernels.parts import (
+from darelib.kernels.cpu_parts import (
     Types,
     draw,
     find_types,

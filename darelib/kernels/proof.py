@@ -124,7 +124,8 @@ def fill(code: KernelSpec, models: Sequence[Record], tensor: Record, is_broken: 
     """What a kernel is given; the same every time."""
     rng = np.random.default_rng(0)
     buffers = Buffers(len(MODELS) + 1, 3 * TILE * WIDEST, [code.kind], ranked=1)
-    for used in (buffers.base, buffers.finetuned, buffers.output, buffers.scratch):
+    filled = (buffers.base, buffers.finetuned, buffers.output, buffers.scratch, buffers.last_bits)
+    for used in filled:
         used.view(np.uint8)[:] = rng.integers(0, 256, used.view(np.uint8).shape, np.uint8)
     base = rng.normal(0, 0.02, COUNT)
     base[SPECIAL] = BASE_SPECIAL * 40

@@ -459,7 +459,7 @@ except ImportError:
     resource = None
 signal.signal(signal.SIGTERM, lambda *_: None)
 before = look()
-merger = DareMerger(sys.argv[1], [sys.argv[2]], DareConfig(verbose=False))
+merger = DareMerger(sys.argv[1], [sys.argv[2]], DareConfig(verbose=False, engine="numba"))
 merger.merge(sys.argv[3])
 merger.plan(sys.argv[3], estimate=True)
 merger.verify(sys.argv[3])

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from darelib.core.tuning import TUNING, Tuning
-from darelib.kernels import native
 from tests import support
 from tests.support import BF16, Capture, Models, Pair, Patch, Refusal
 
@@ -23,10 +22,6 @@ def pytest_configure(config: pytest.Config) -> None:
         # Programs are started hundreds of times, and would compile their modules each time.
         os.environ["PYTHONPYCACHEPREFIX"] = str(config.cache.mkdir("bytecode"))
     support.THOROUGH = config.getoption("markexpr") != "not slow"
-    if not support.THOROUGH:  # few kernels of other types are needed; one worker makes the rest
-        usual = native.list_companions
-        types = ["BF16"] if os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0" else []
-        native.list_companions = lambda code: usual(code) if code.finetuned in types else []
 
 
 @pytest.fixture(autouse=True)

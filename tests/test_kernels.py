@@ -119,9 +119,9 @@ def test_philox_gives_the_published_answers(counter: str, key: str, result: str)
     assert np.array_equal(philox(tuple(map(int, keys)), given), wanted)
 
 
-@pytest.mark.parametrize("limit", [0, 999, 6553, 32767, 65534])
+@pytest.mark.parametrize("threshold", [1, 1000, 6554, 32768, 65535])
 @pytest.mark.parametrize("tile", [0, 1, 2**22 - 1, 2**22, 2**25 - 1, 2**25, 2**40])
-def test_masks_are_philox_also_beyond_two_to_the_32_elements(tile: int, limit: int) -> None:
+def test_masks_are_philox_also_beyond_two_to_the_32_elements(tile: int, threshold: int) -> None:
     """No test could merge tensors of these sizes, so this one asks the engines themselves."""
     key = struct.unpack("<II", hashlib.blake2b(b"42:huge", digest_size=8).digest())
     bits = draw_pieces(key, np.arange(tile * 128, tile * 128 + 128, dtype=np.uint64)).ravel()
@@ -129,15 +129,15 @@ def test_masks_are_philox_also_beyond_two_to_the_32_elements(tile: int, limit: i
     assert np.array_equal(plain.draw_bits(key, tile, 1), bits)
     assert np.array_equal(plain.draw_bits(key, tile, 1, torch.arange), bits)
     with Interrupts() as interrupts:
-        kernel = load_kernels([SUM], "numba", interrupts)[SUM]
+        kernel = load_kernels([SUM], "numba", interrupts, 1)[SUM]
     buffers = Buffers(1, 2048, {"sum"})
     buffers.finetuned.view(np.uint16)[:] = 0x3F80  # 1.0 on a base of zeros
-    given = {"key_0": key[0], "key_1": key[1], "scale": 1, "limit": limit}
+    given = {"key_0": key[0], "key_1": key[1], "scale": 1, "threshold": threshold}
     for name, value in given.items():
         buffers.models[name] = value
     buffers.tensor["lambda_coeff"] = 1
     kernel(buffers, 1024, 1, tile)
-    assert np.array_equal(buffers.output.view(np.uint16) != 0, bits <= limit)
+    assert np.array_equal(buffers.output.view(np.uint16) != 0, bits < threshold)
 
 
 def test_masks_keep_the_share_that_rescales_and_are_independent_of_each_other() -> None:

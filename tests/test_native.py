@@ -1,79 +1,61 @@
-"""Machine code: proved before it is used, kept where nobody else can write, replaced by the next
-engine if it fails."""
+"""Machine code: checked before it is used, kept where nobody else can write, and not waited for
+where NumPy is done before it is compiled."""
 
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from unittest.mock import Mock
 
-import llvmlite.binding as llvm
 import pytest
+import torch
+from safetensors.torch import save_file
 
-import dare
 from darelib.core.interrupts import Interrupts
-from darelib.kernels import EngineUnavailable, KernelSpec, engines, fallback, native, objects
-from darelib.kernels.engines import load_kernels
-from tests.scene import contents, wait_for
-from tests.support import HERE, POSIX, Capture, Models, Patch, command, run_merge, slow, snapshot
+from darelib.kernels import COMPILED, KernelSpec
+from darelib.kernels.engines import find_code, load_kernels
+from tests.scene import contents
+from tests.support import HERE, POSIX, Models, command, run_merge, slow, snapshot
 
 SLOW = pytest.mark.slow
 OUT = "out.safetensors"
-SUM = KernelSpec("sum", "BF16", "BF16", "BF16")
-
-# --- kernels that are wrong -----------------------------------------------------------------------
-
-ARGUMENTS = ", ".join(["ptr"] * 11 + ["i64"] * 5)
-# By what is wrong: what a compiler made of the kernel that merges, and what Numba itself does.
-WRONG = {
-    "a symbol": (
-        "declare void @NRT_decref(ptr)\n{0} {{ call void @NRT_decref(ptr null) ret i32 0 }}",
-        "1 / 0",
-    ),
-    "the bits": ("{0} {{ ret i32 0 }}", "return None"),
-    "a crash": (
-        "{0} {{ store volatile i32 1, ptr inttoptr (i64 8 to ptr) ret i32 0 }}",
-        "ctypes.string_at(8)",
-    ),
-}
-REASONS = {
-    "a symbol": "the kernel sum needs NRT_decref, which only Numba has",
-    "the bits": "the compiled kernel sum gives another peak than its definition",
-    "a crash": "its compiler, or what that made, crashed with status ",
-}
-# A compiler that makes the same of any function.
-NUMBA = """
-import ctypes
-class Anything:
-    def __getattr__(self, _): return self
-    def __call__(self, *_, **__): return self
-class Made:
-    native_name = "cfunc.made"
-    def inspect_llvm(self): return {code!r}
-    def ctypes(self, *_): {itself}
-carray = core = types = Anything()
-njit = lambda **_: lambda function: function
-cfunc = lambda *_: lambda function: Made()
+# A program for which no merge is small.
+LARGE = """
+import sys
+sys.path.insert(0, {home!r})
+import dare
+from darelib.core.tuning import TUNING
+TUNING.compiled_work = 0
+sys.exit(max([dare.main(sys.argv[1:]) for _ in range({times})]))
 """
+NOTE = "compiling for this machine (BF16)"
+Done = subprocess.CompletedProcess[str]
+Merge = Callable[..., Done]
 
 
-def write_code(wrong: str, name: str) -> str:
-    return WRONG[wrong][0].format(f"define i32 @{name}({ARGUMENTS})")
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    """A folder of modules that are found before all others."""
+    (tmp_path / "library").mkdir()
+    return tmp_path / "library"
 
 
-@pytest.fixture(params=["the bits", slow("a symbol"), slow("a crash")])
-def compiler(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
-    """A folder with a compiler that makes something wrong, and what that is."""
-    folder = tmp_path / "compilers"
-    (folder / "numba").mkdir(parents=True)
-    (folder / "numba" / "_version.py").write_text(f"# {request.param}")
-    (folder / "numba" / "extending.py").write_text("intrinsic = lambda function: function")
-    (folder / "numba" / "__init__.py").write_text(
-        NUMBA.format(code=write_code(request.param, "made"), itself=WRONG[request.param][1])
-    )
-    return folder, request.param
+@pytest.fixture
+def merge(models: Models, tmp_path: Path, library: Path) -> Merge:
+    """Merges in a process of its own, with an empty cache. large: no merge is small."""
+
+    def run(*flags: str, large: bool = False, times: int = 1) -> Done:
+        words = ["-b", models[0], "-m", *models[1:], "-o", tmp_path / OUT, "--force", *flags]
+        own = {"NUMBA_CACHE_DIR": str(tmp_path / "kernels"), "PYTHONPATH": str(library)}
+        program = HERE / "dare.py"
+        if large:
+            program = tmp_path / "large.py"
+            program.write_text(LARGE.format(home=str(HERE), times=times))
+        return command(*words, program=program, env=os.environ | own)
+
+    return run
 
 
 def copy_house(folder: Path) -> Path:
@@ -84,123 +66,108 @@ def copy_house(folder: Path) -> Path:
     return folder / "house"
 
 
-def merge_in(folder: Path, models: list[Path], *flags: str) -> subprocess.CompletedProcess[str]:
-    """Merge with the compiler, or by the program, that is in a folder."""
-    kernels = str(folder.parent / "kernels")
-    own = {"NUMBA_CACHE_DIR": kernels, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(folder)}
-    words = ["-q", "-b", models[0], "-m", *models[1:], "-o", models[0].with_name(OUT), *flags]
-    home = folder if (folder / "dare.py").exists() else HERE
-    return command(*words, program=home / "dare.py", env=os.environ | own)
+# --- kernels that are wrong -----------------------------------------------------------------------
+
+# By what is wrong: what a compiler makes of the kernel that merges, and what is said of it.
+WRONG = {
+    "a symbol": (
+        "declare void @NRT_decref(ptr)\n{0} {{ call void @NRT_decref(ptr null) ret i32 0 }}",
+        "the kernel sum needs NRT_decref, which only Numba has",
+    ),
+    "the bits": (
+        "{0} {{ ret i32 0 }}",
+        "the compiled kernel sum gives other values than its definition",
+    ),
+    "a crash": (
+        "{0} {{ store volatile i32 1, ptr inttoptr (i64 8 to ptr) ret i32 0 }}",
+        "its compiler, or what that made, crashed with status ",
+    ),
+}
+# A compiler that makes the same of any function, and counts how often it is started.
+NUMBA = """
+class Anything:
+    def __getattr__(self, _): return self
+    def __call__(self, *_, **__): return self
+class Made:
+    native_name = "cfunc.made"
+    def inspect_llvm(self): return {code!r}
+types = Anything()
+njit = lambda **_: lambda function: function
+cfunc = lambda *_: lambda function: Made()
+open({log!r}, "a").write("started ")
+"""
 
 
+@pytest.mark.parametrize("wrong", ["the bits", slow("a symbol"), slow("a crash")])
 def test_a_kernel_that_is_wrong_is_not_used_and_the_result_is_right(
-    compiler: tuple[Path, str], models: Models, tmp_path: Path
+    wrong: str, merge: Merge, models: Models, library: Path, tmp_path: Path
 ) -> None:
-    folder, wrong = compiler
-    before = snapshot(tmp_path)
-    done = merge_in(folder, models, "--engine", "numba")
-    assert (done.returncode, snapshot(tmp_path)) == (1, before)
-    assert done.stderr.startswith(f"error: the engine numba cannot be used: {REASONS[wrong]}")
-    run_merge(models[0], models[1:], tmp_path / "usual.safetensors")
-    done = merge_in(folder, models)
-    [line] = done.stderr.splitlines()
-    assert line.startswith(f"warning: Numba cannot be used ({REASONS[wrong]}")
-    assert done.returncode == 0
-    assert contents(tmp_path / "out.safetensors") == contents(tmp_path / "usual.safetensors")
+    code, reason = WRONG[wrong]
+    (library / "numba").mkdir()
+    (library / "numba" / "_version.py").write_text(f"# {wrong}")
+    (library / "numba" / "extending.py").write_text("intrinsic = lambda function: function")
+    code = code.format("define i32 @made(ptr, ptr, ptr)")
+    log = tmp_path / "log.txt"
+    (library / "numba" / "__init__.py").write_text(NUMBA.format(code=code, log=str(log)))
+    done = merge("--engine", "numba")
+    note, error, _ = done.stderr.splitlines()
+    assert note == f"{NOTE}; later runs start at once"
+    assert error.startswith(f"error: the engine numba cannot be used: {reason}")
+    assert (done.returncode, (tmp_path / OUT).exists()) == (1, False)
+    run_merge(models[0], models[1:], tmp_path / "usual.safetensors", engine="plain")
+    log.unlink()
+    done = merge("-q", large=True, times=2)
+    for line in done.stderr.splitlines():
+        assert line.startswith(f"warning: Numba cannot be used ({reason}")
+    assert (done.returncode, len(done.stderr.splitlines())) == (0, 2)
+    assert log.read_text() == "started ", "what failed once is not tried again"
+    assert contents(tmp_path / OUT) == contents(tmp_path / "usual.safetensors")
     assert not list(tmp_path.rglob("*.o")), "what was not proved is not stored"
 
 
-@SLOW
-def test_where_stored_kernels_cannot_be_used_numba_takes_over(
-    models: list[Path], tmp_path: Path
-) -> None:
-    folder = copy_house(tmp_path)
-    run_merge(models[0], models[1:], tmp_path / "usual.safetensors")
-    with (folder / "darelib" / "kernels" / "cpu.py").open("a") as file:
-        code = f"machine.emit_object(llvm.parse_assembly({write_code('a crash', 'kernel')!r}))"
-        file.write(f"def compile_object(code, machine):\n    return {code}\n")
-    [line] = merge_in(folder, models).stderr.splitlines()
-    assert re.match(
-        "warning: Kernels compiled beforehand cannot be used .* so Numba compiles", line
-    )
-    assert contents(tmp_path / OUT) == contents(tmp_path / "usual.safetensors")
-
-
-def test_what_failed_once_is_not_tried_again_by_the_same_process(monkeypatch: Patch) -> None:
-    tried = Mock(side_effect=EngineUnavailable("it is out of order"))
-    monkeypatch.setattr(native, "load_kernels", tried)
-    monkeypatch.setattr(engines, "load_here", tried)
-    monkeypatch.setattr(engines, "_refused", {})
-    with Interrupts() as interrupts:
-        for _ in range(3):
-            assert load_kernels([SUM], "auto", interrupts)
-        with pytest.raises(dare.DareError, match="it is out of order"):
-            load_kernels([SUM], "numba", interrupts)
-    assert tried.call_count == 2
-
-
-@SLOW
 @pytest.mark.parametrize(
     ("kind", "module", "right", "wrong"),
     [  # by kernel: what a compiler might get wrong, where the sources say it
-        ("elect", "tiles", " if share[j] > 0 else zero", ""),
-        ("sum", "parts", "x1 = first >> np.uint64(32)", "x1 = np.uint64(0)"),
-        ("sum", "parts", "base[count:] = 0", "pass"),
-        ("sum", "parts", "finetuned[:, count : tiles * TILE] = 0", "pass"),
-        ("sum", "parts", "scratch[ZERO_ROW] = 0", "pass"),
-        ("sum", "parts", "(at_low if is_low else at_high)", "at_low"),
-        ("sum", "parts", "model.kept -= np.uint64(bits[j] <= limit)", "pass"),
-        ("sum", "cpu", "value = base[j] if change == 0 else sum_", "value = sum_"),
-        ("products", "parts", "base[count:] = 0", "pass"),
-        ("products", "looks", "chunk.base if tensor.from_zero else chunk.zeros", "chunk.base"),
-        ("products", "looks", "chunk.kept[i, j] = origin[j]", "pass"),
-        ("rank", "looks", "passes = max(1, ", "passes = ("),
-        ("count", "looks", "elif prefix == model.prefix_2:", "elif prefix == model.prefix:"),
-        (
+        ("pack", "cpu", "if place < count:", "if True:"),
+        slow("elect", "cpu", " if share[j] > 0 else zero", ""),
+        slow("average", "cpu", 'any_sign = code.kind == "average"', "any_sign = False"),
+        slow("sum", "cpu", "value = base[j] if change == 0 else sum_", "value = sum_"),
+        slow("sum", "cpu_parts", "x1 = first >> np.uint64(32)", "x1 = np.uint64(0)"),
+        slow("sum", "cpu_parts", "base[count:] = 0", "pass"),
+        slow("sum", "cpu_parts", "finetuned[:, count : tiles * TILE] = 0", "pass"),
+        slow("sum", "cpu_parts", "scratch[ZERO_ROW] = 0", "pass"),
+        slow("sum", "cpu_parts", "(at_low if is_low else at_high)", "at_low"),
+        slow("sum", "cpu_parts", "model.kept -= np.uint64(bits[j] <= last)", "pass"),
+        slow("sum", "cpu_parts", "drops_some = model.ranked or ", "drops_some = "),
+        slow("products", "cpu_looks", " if tensor.from_zero else chunk.zeros", ""),
+        slow("products", "cpu_looks", "chunk.kept[i, j] = origin[j]", "pass"),
+        slow("sums", "cpu_looks", "abs(np.float64(values[j]))", "np.float64(values[j])"),
+        slow("rank", "cpu_looks", "passes = max(1, ", "passes = ("),
+        slow("count", "cpu_looks", "elif prefix == model.prefix_2:", "elif False:"),
+        slow(
             "measure",
-            "looks",
+            "cpu_looks",
             "place if place < np.uint32(BINS - 1) else np.uint32(BINS - 1)",
             "place",
         ),
-        ("pack", "cpu", "if place < count:", "if True:"),
-        ("unpack", "parts", "while mask and done < np.uint64(len(entries)):", "while mask:"),
-        ("unpack", "parts", "flags[j] = 0", "pass"),
-        ("sum", "parts", "drops_some = model.ranked or limit", "drops_some = limit"),
-        ("expand", "cpu", "while k < rank:", "while k < rank - 1:"),
-        ("select", "tiles", "averaged if variance[j] >= bound else real(0)", "averaged"),
-        ("overlap", "tiles", "np.uint32(number[j] > 1)", "np.uint32(number[j] > 0)"),
-        (
-            "average",
-            "tiles",
-            "elect(chunk, True)\n\n\ndef swap",
-            "elect(chunk, False)\n\n\ndef swap",
-        ),
-        ("near", "tiles", "min(share, real(1))", "share"),
-        ("boost", "tiles", "row[j] != 0 and chunk.left[j] == 1", "row[j] != 0"),
-        ("fuse", "tiles", "if abs(value) >= scale", "if value >= scale"),
-        ("fuse", "tiles", "scale * real(by_entry[j])", "real(by_entry[j])"),
-        ("fuse", "tiles", "[tile * TILE : (tile + 1) * TILE]\n    scale", "\n    scale"),
-        ("variance", "tiles", "if chunk.right[j] > 0:", "if chunk.right[j] >= 0:"),
-        ("squares", "tiles", "row[j] if variance[j] >= bound else real(0)", "row[j]"),
-        ("diverge", "tiles", "found[row] = 0 if total < 0 else total", "found[row] = total + 1e-9"),
-        ("sums", "looks", "abs(np.float64(values[j]))", "np.float64(values[j])"),
-        ("importance", "tiles", "min(chunk.count - tile * TILE, TILE)", "TILE"),
+        slow("unpack", "cpu_parts", " and done < np.uint64(len(entries))", ""),
+        slow("unpack", "cpu_parts", "flags[j] = 0", "pass"),
+        slow("expand", "cpu", "while k < rank:", "while k < rank - 1:"),
     ],
 )
 def test_what_a_compiler_might_get_wrong_is_found(
     tmp_path: Path, kind: str, module: str, right: str, wrong: str
 ) -> None:
-    path = copy_house(tmp_path) / "darelib" / "kernels" / f"{module}.py"
+    house = copy_house(tmp_path)
+    path = house / "darelib" / "kernels" / f"{module}.py"
     assert path.read_text().count(right) == 1
     path.write_text(path.read_text().replace(right, wrong))
     types = ["F32"] * 3 if kind == "expand" else ["BF16"] * 3
-    name = f"dare.{native.find_code(KernelSpec(kind, *types))}.o"
-    words = [sys.executable, "-c", native.CHILD, "object", tmp_path / name]
-    done = subprocess.run(
-        words, cwd=tmp_path / "house", capture_output=True, text=True, timeout=300
-    )
+    target = tmp_path / f"dare.{find_code(KernelSpec(kind, *types))}.o"
+    words = [sys.executable, "-m", "darelib.kernels.proof", str(target)]
+    done = subprocess.run(words, cwd=house, capture_output=True, text=True, timeout=300)
     assert done.returncode < 0 or " than its definition" in done.stderr
-    assert not (tmp_path / name).exists()
+    assert not target.exists()
 
 
 @SLOW
@@ -208,162 +175,144 @@ def test_what_a_compiler_might_get_wrong_is_found(
     "types", [("F32", "F64", "F64"), ("F64", "BF16", "F16"), ("F16", "F32", "BF16")]
 )
 def test_kernels_of_mixed_types_are_proved(types: tuple[str, str, str]) -> None:
-    specs = [KernelSpec(kind, *types) for kind in fallback.KERNELS if kind != "expand"]
+    specs = [KernelSpec(kind, *types) for kind in COMPILED if kind != "expand"]
     with Interrupts() as interrupts:
-        assert load_kernels(specs, "numba", interrupts).keys() == set(specs)
+        assert load_kernels(specs, "numba", interrupts, 1).keys() == set(specs)
+
+
+# --- small merges ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("missing", ["numba", "llvmlite"])
+def test_a_small_merge_needs_no_compiler_and_a_large_one_says_that_there_is_none(
+    missing: str, merge: Merge, library: Path, tmp_path: Path
+) -> None:
+    (library / f"{missing}.py").write_text("raise ImportError('no such thing here')")
+    done = merge("--threads", "1")
+    assert (done.returncode, done.stderr) == (0, "")
+    before = contents(tmp_path / OUT)
+    done = merge("-q", large=True)
+    [line] = done.stderr.splitlines()
+    assert re.match("warning: Numba cannot be used .*no such thing.* so NumPy computes", line)
+    assert (done.returncode, contents(tmp_path / OUT)) == (0, before)
+    done = merge("-q", "--engine", "numba")
+    assert "error: the engine numba cannot be used: " in done.stderr
+    assert (done.returncode, list(tmp_path.rglob("*.o"))) == (1, [])
+
+
+def test_an_estimate_has_the_time_that_a_compiler_takes(merge: Merge, models: Models) -> None:
+    """Whole matrices are not sampled, so that nothing has been compiled for them."""
+    for path in models:
+        save_file({"layer.weight": torch.randn(8, 8)}, path)
+    for engine, time in (("auto", "under a second"), ("numba", r"about \d+(\.\d)? s")):
+        done = merge("--method", "wudi", "--drop-rate", "0", "--dry-run", "--engine", engine)
+        assert re.search(f"^time +{time} to read", done.stdout, re.M), done.stdout
 
 
 # --- kernels on disk ------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache with the kernel that packs, which is the fastest to compile."""
+    return tmp_path_factory.mktemp("stored") / "kernels"
+
+
 @pytest.fixture
-def compiled(tmp_path: Path, monkeypatch: Patch) -> list[str]:
-    """What is compiled from now on: kernels are kept in an empty folder, and a compiler copies what
-    it made before."""
-    with Interrupts() as interrupts:
-        load_kernels([SUM], "numba", interrupts)
-    usual = objects.find_cache()
-    made = list[str]()
+def pack(models: Models, tmp_path: Path) -> Merge:
+    def run(cache: Path | str, home: Path = HERE, **environment: str) -> Done:
+        words = ["pack", "-b", models[0], "-m", models[1], "-o", tmp_path / "packed"]
+        own = {"NUMBA_CACHE_DIR": str(cache), "PYTHONDONTWRITEBYTECODE": "1", **environment}
+        words += ["--force", "--engine", "numba"]
+        done = command(
+            *words, program=home / "dare.py", env=os.environ | own, cwd=tmp_path, umask=0
+        )
+        assert done.returncode == 0, done.stderr
+        return done
 
-    def copy(words: list[str], _: Path) -> subprocess.Popen[bytes]:
-        for path in map(Path, words[1:]):
-            made.append(str(objects.code_of(path.name)))
-            objects.store(objects.read_object(usual / path.name), path)
-        return subprocess.Popen([sys.executable, "-S", "-c", "pass"])
-
-    monkeypatch.setattr(native, "_start", copy)
-    monkeypatch.setattr(native, "COMPANIONS", ())
-    monkeypatch.setattr(native, "_loaded", {})
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "kernels"))
-    return made
+    return run
 
 
-def run_command(models: list[Path], *flags: str) -> int:
-    """Merge as a new process would, with no kernels in memory."""
-    native._loaded.clear()
-    engines._refused.clear()
-    base, model, output = map(str, (*models[:2], models[0].with_name(OUT)))
-    return dare.main(["-b", base, "-m", model, "-o", output, "--force", *flags])
-
-
-def test_kernels_are_compiled_once_with_a_note_and_damaged_ones_again(
-    compiled: list[str], models: list[Path], tmp_path: Path, capsys: Capture
-) -> None:
-    before = os.umask(0)
-    try:
-        assert run_command(models) == 0
-    finally:
-        os.umask(before)
-    note = "compiling for this machine (BF16); later runs start at once\n"
-    assert capsys.readouterr().err == note
-    [kernel] = (tmp_path / "kernels").glob("*.o")
+def test_kernels_are_compiled_once_and_damaged_ones_again(stored: Path, pack: Merge) -> None:
+    pack(stored)
+    [kernel] = stored.iterdir()
     if os.name != "nt":  # nobody else can write there
         modes = [path.stat().st_mode & 0o777 for path in (kernel, kernel.parent)]
         assert modes == [0o644, 0o755]
-    older = kernel.with_name(kernel.name.rsplit(".", 2)[0] + ".0123456789abcdef.o")
-    older.write_bytes(b"another version's")
-    assert run_command(models, "--weights", "2") == 0, "with the same kernel"
-    assert "compiling for" not in capsys.readouterr().err
+    before = kernel.stat().st_ino
+    pack(stored)
+    assert kernel.stat().st_ino == before
     whole = kernel.read_bytes()
-    renamed = objects._digest(older, whole[32:]) + whole[32:]
-    for damaged in (whole[:-1], older.read_bytes(), renamed):
-        kernel.write_bytes(damaged)
-        assert run_command(models) == 0
-    assert compiled == [str(SUM)] * 4
-    assert older.exists()
+    kernel.write_bytes(whole[:-1])
+    pack(stored)
+    assert kernel.read_bytes() == whole
 
 
 @POSIX
-@pytest.mark.parametrize("whose", ["another user's", "in a folder for all", "writable for all"])
+@pytest.mark.parametrize("whose", ["folder", slow("file"), slow("user")])
 def test_a_kernel_that_somebody_else_may_have_written_is_not_run(
-    compiled: list[str],
-    models: list[Path],
-    tmp_path: Path,
-    capsys: Capture,
-    monkeypatch: Patch,
-    whose: str,
+    whose: str, stored: Path, pack: Merge, tmp_path: Path
 ) -> None:
-    run_merge(models[0], models[1:2], tmp_path / "usual.safetensors")
-    planted = tmp_path / "kernels" / objects.object_name(SUM)
-    compiled.clear()
-    shutil.rmtree(planted.parent)
-    wrong = llvm.parse_assembly(write_code("the bits", "kernel"))
-    objects.store(objects.target_machine().emit_object(wrong), planted)
-    before = planted.read_bytes()
-    if whose == "another user's":
-        if os.geteuid() == 0:
-            os.chown(planted, 12345, -1)
-        else:
-            monkeypatch.setattr(os, "geteuid", Mock(return_value=os.geteuid() + 1))
+    pack(stored)  # whichever test comes first
+    cache = tmp_path / "kernels"
+    shutil.copytree(stored, cache)
+    [kernel] = cache.iterdir()
+    if whose == "user":
+        if os.geteuid() != 0:
+            pytest.skip("only root can give files away")
+        os.chown(kernel, 12345, -1)
     else:
-        (planted if whose == "writable for all" else planted.parent).chmod(0o777)
-    reason = "belongs to another" if whose == "another user's" else "others can write to "
-    assert run_command(models, "-q") == 0
-    [line] = capsys.readouterr().err.splitlines()
-    assert re.match(f"warning: .*{reason}.*so no kernel there is run", line)
-    assert contents(tmp_path / OUT) == contents(tmp_path / "usual.safetensors")
-    assert compiled == [str(SUM)]
-    assert [path.read_bytes() for path in planted.parent.iterdir()] == [before], (
-        "and nothing is kept there"
-    )
+        (kernel if whose == "file" else cache).chmod(0o777)
+    before = snapshot(cache)
+    printed = pack(cache).stderr
+    if whose == "folder":
+        assert re.match(
+            f"warning: others can write to {cache} .*so no kernel there is run", printed
+        )
+        assert snapshot(cache) == before, "and nothing is kept there"
+    else:
+        assert (kernel.stat().st_uid, kernel.stat().st_mode & 0o777) == (os.geteuid(), 0o644)
 
 
 @SLOW
-def test_after_the_first_merge_other_ways_to_merge_the_same_type_need_no_compiler(
-    models: list[Path], tmp_path: Path
-) -> None:
-    folder = tmp_path / "kernels"
-    kinds = {f"dare.{kind}" for kind in native.COMPANIONS}
-    words = ["-b", models[0], "-m", *models[1:], "-o", tmp_path / "out", "--force"]
-    ways = (
-        "",
-        "--method ties --keep-ratio 0.5",
-        "--method slerp",
-        "--method ram",
-        "--drop magnitude",
-        "--drop della --drop-rate 0.5",
-        "--drop breadcrumbs",
-        "--rescale l1",
-    )
-    for way in ways:
-        done = command(*words, *way.split(), env={**os.environ, "NUMBA_CACHE_DIR": str(folder)})
-        assert done.returncode == 0, done.stderr
-        assert ("compiling for this machine (" in done.stderr) == (not way), way
-        wait_for(lambda: {name.split("-")[0] for name in os.listdir(folder)} == kinds, 120)
-
-
-def test_kernels_depend_on_their_own_sources_and_on_nothing_else(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
-    copy = copy_house(tmp_path) / "darelib"
-    identify = objects.identify.__wrapped__
-    before = objects.identify()
-    monkeypatch.setattr(objects, "__file__", str(copy / "kernels" / "objects.py"))
-    needed = ("kernels/plain.py", "kernels/parts.py", "kernels/looks.py", "core/mask.py")
-    for name in ("config/__init__.py", "run/worker.py", "kernels/tensors.py", *needed):
-        (copy / name).write_bytes((HERE / "darelib" / name).read_bytes() + b"# edited\n")
-        assert (identify() != before) == (name in needed), name
-        shutil.copy(HERE / "darelib" / name, copy / name)
-
-
 def test_a_folder_for_kernels_that_cannot_be_written_only_costs_time(
-    compiled: list[str], models: list[Path], tmp_path: Path, capsys: Capture, monkeypatch: Patch
+    pack: Merge, tmp_path: Path
 ) -> None:
-    (tmp_path / "blocked").write_text("not a directory")
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "blocked" / "below"))
-    assert (run_command(models), run_command(models)) == (0, 0)
-    assert compiled == [str(SUM)] * 2
-    assert capsys.readouterr().err.count("compiling for this machine (BF16)\n") == 2, (
-        "nothing is promised"
-    )
-    monkeypatch.delenv("NUMBA_CACHE_DIR")
-    monkeypatch.setattr(os, "access", lambda path, mode: "__pycache__" not in str(path))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert run_command(models) == 0
+    house = copy_house(tmp_path)
+    blocked = house / "darelib" / "kernels" / "__pycache__"
+    blocked.write_text("not a directory")
+    pack(blocked / "below", house)
+    pack("", house, XDG_CACHE_HOME=str(tmp_path / "cache"))
     assert len(list((tmp_path / "cache" / "dare").glob("*.o"))) == 1
-    monkeypatch.setenv("XDG_CACHE_HOME", "somewhere")
-    assert run_command(models) == 0
-    assert not Path("somewhere").exists(), "the working directory is no place for machine code"
+    pack("", house, XDG_CACHE_HOME="somewhere")
+    assert not (tmp_path / "somewhere").exists(), "the working directory is no place for code"
+
+
+def test_kernels_depend_on_all_that_is_compiled_in_and_on_nothing_else(tmp_path: Path) -> None:
+    house = copy_house(tmp_path)
+    say = "from darelib.kernels import objects; print(objects.identify())"
+
+    def ask(script: str) -> str:
+        words = [sys.executable, "-c", script]
+        return subprocess.run(words, cwd=house, capture_output=True, text=True, check=True).stdout
+
+    before = ask(say)
+    for name, right, wrong, is_needed in (
+        ("core/mask.py", "ROUNDS: Final = 7", "ROUNDS: Final = 8", True),
+        ("kernels/records.py", "TILE + 80", "TILE + 96", True),
+        ("kernels/cpu_looks.py", "SHORT: Final = 16", "SHORT: Final = 8", True),
+        ("methods/sce.py", "LEAST_SHARE: Final = 1e-6", "LEAST_SHARE: Final = 1e-7", False),
+        ("run/worker.py", '"""One job', '"""A job', False),
+    ):
+        path = house / "darelib" / name
+        text = path.read_text()
+        assert text.count(right) == 1, name
+        path.write_text(text.replace(right, wrong))
+        assert (ask(say) != before) == is_needed, name
+        path.write_text(text)
+    loaded = "import sys, darelib.kernels.cpu; from darelib.kernels import objects; "
+    loaded += "own = {name for name in sys.modules if name.split('.')[0] == 'darelib'}; "
+    assert ask(loaded + "print(own - {*objects.read_sources()})") == "set()\n"
 
 
 # --- the processes that compile -------------------------------------------------------------------
@@ -371,32 +320,8 @@ def test_a_folder_for_kernels_that_cannot_be_written_only_costs_time(
 
 @SLOW
 def test_a_compiler_imports_nothing_from_the_working_directory_and_may_print_what_it_likes(
-    models: list[Path], tmp_path: Path
+    pack: Merge, tmp_path: Path
 ) -> None:
     (tmp_path / "numba.py").write_text("raise SystemExit('from the working directory')")
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONVERBOSE": "1"}
-    done = command("-q", "-b", models[0], "-m", models[1], "-o", OUT, env=environment, cwd=tmp_path)
-    assert (done.returncode, "cannot be used" in done.stderr) == (0, False)
-    assert len(list((tmp_path / "cache").glob("dare.sum-*.o"))) == 1
-
-
-@pytest.mark.parametrize("missing", ["llvmlite", "numba"])
-def test_without_numba_numpy_computes_the_same_and_one_warning_is_printed(
-    models: list[Path], tmp_path: Path, capsys: Capture, monkeypatch: Patch, missing: str
-) -> None:
-    run_merge(models[0], models[1:2], tmp_path / "usual.safetensors")
-    monkeypatch.setattr(native, "_loaded", {})
-    monkeypatch.setattr(engines, "_refused", {})
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "empty"))
-    objects.load_llvmlite.cache_clear()
-    if missing == "llvmlite":
-        monkeypatch.setitem(sys.modules, "llvmlite", None)
-    else:  # which only the compiler loads
-        (tmp_path / "numba.py").write_text("raise ImportError('no such thing here')")
-        monkeypatch.syspath_prepend(tmp_path)
-    assert run_command(models, "-q") == 0
-    [warning] = capsys.readouterr().err.splitlines()
-    assert re.match("warning: Numba cannot be used .* so NumPy computes", warning)
-    assert contents(tmp_path / OUT) == contents(tmp_path / "usual.safetensors")
-    assert run_command(models, "-q", "--engine", "numba") == 1
-    assert "error: the engine numba cannot be used: " in capsys.readouterr().err
+    pack(tmp_path / "cache", PYTHONVERBOSE="1")
+    assert len(list((tmp_path / "cache").glob("dare.pack-*.o"))) == 1

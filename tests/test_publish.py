@@ -420,7 +420,7 @@ def test_a_signal_stops_a_merge_in_two_seconds_whatever_it_is_doing(
     arguments = ["-b", models[0], "-m", models[1], "-o", tmp_path / "out", "--engine"]
     folders = dict.fromkeys(("NUMBA_CACHE_DIR", "TMPDIR"), str(tmp_path / "kernels"))
     process = launch(
-        BUSY[doing], *arguments, "auto" if doing == "compiling" else "plain", **folders
+        BUSY[doing], *arguments, "numba" if doing == "compiling" else "plain", **folders
     )
     assert doing in process.stderr.readline()
     time.sleep(0.3)  # for it to be at work

@@ -140,7 +140,8 @@ def test_neither_a_terminal_nor_a_place_for_anything_but_the_output_is_needed(
     folder.mkdir()
     blocked.write_text("")
     prelude = (
-        f"os.chdir({str(folder)!r}); tempfile._candidate_tempdir_list = lambda: [{str(blocked)!r}]"
+        f"os.chdir({str(folder)!r}); TUNING.compiled_work = 0\n"
+        f"tempfile._candidate_tempdir_list = lambda: [{str(blocked)!r}]"
     )
     places = {"NUMBA_CACHE_DIR": f"{blocked}/below", "HOME": "/nonexistent", "XDG_CACHE_HOME": ""}
     process = launch(prelude, *scene.arguments[1:], TERM="", **places)

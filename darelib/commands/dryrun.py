@@ -13,6 +13,7 @@ from darelib.config import TENSOR_SETTINGS, DareConfig, Rule
 from darelib.core.interrupts import Interrupts
 from darelib.core.text import clip, count_of, duration, human, printable
 from darelib.core.tuning import TUNING
+from darelib.kernels.engines import estimate_compiling
 from darelib.kernels.records import Buffers
 from darelib.methods import METHODS
 from darelib.models.checkpoint import Checkpoint
@@ -22,6 +23,7 @@ from darelib.requests.configfile import as_literal
 from darelib.run.products import estimate_products, open_worker, set_ranks
 from darelib.run.rounds import measure_rate
 from darelib.run.solving import estimate_matrices, estimate_solving
+from darelib.run.worker import count_work
 
 # What a merge holds besides its buffers, as measured: the process with all that it has loaded, and
 # what is known of each tensor of each model.
@@ -248,7 +250,9 @@ def estimate_merge(
         size, seconds, outcomes = measure_rate(entries.rounds(), worker, interrupts)
     reading = seconds * entries.bytes_to_read / max(size, 1)
     plan = set_ranks(plan, outcomes)
-    estimate = Estimate(reading + estimate_solving(plan), size, seconds)
+    specs = plan.specs() | {spec for model in inputs for spec in model.specs}
+    compiling = estimate_compiling(specs, plan.config.engine, count_work(plan))
+    estimate = Estimate(compiling + reading + estimate_solving(plan), size, seconds)
     return estimate, AdapterFit.of(plan, outcomes)
 
 

@@ -11,7 +11,7 @@ from typing import Final
 TILE: Final = 1024
 ROUNDS: Final = 7
 MASK_BITS: Final = 16
-KEEP_ALL: Final = (1 << MASK_BITS) - 1  # the largest bits that there are
+KEEP_ALL: Final = 1 << MASK_BITS  # the threshold below which all bits are
 MASK_NAME: Final = "philox4x32-7/16"
 
 

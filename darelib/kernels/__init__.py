@@ -2,9 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 Kernel = Callable[..., Any]
+# The kinds that are compiled; of all others, NumPy's functions are used on every engine.
+COMPILED: Final = (
+    *("sum", "elect", "average", "products", "count", "sums"),
+    *("rank", "measure", "expand", "pack", "unpack"),
+)
 
 
 class EngineUnavailable(Exception):
@@ -15,12 +20,11 @@ class EngineUnavailable(Exception):
 class KernelSpec:
     """Which kernel: what it does, and the stored types that it reads and writes."""
 
-    # sum, elect, average, near, select, boost or fuse: merge a chunk; products: what arcs and
-    # spheres must know of it; count: what drops by size and trim must; sums: what restores them;
-    # variance, squares, overlap, diverge, importance: what methods that decide about single entries
-    # must; rank: the limits of its elements' mask bits; measure: what an analysis wants to know;
-    # expand: multiply an adapter's matrices; pack: what the mask keeps; unpack: put that in its
-    # places.
+    # sum, elect, average: merge a chunk; products: what arcs and spheres must know of it; count:
+    # what drops by size and trim must; sums: what restores them; rank: what of the mask's bits is
+    # kept of each element; measure: what an analysis wants to know; expand: multiply an adapter's
+    # matrices; pack: what the mask keeps; unpack: put that in its places. Others are of methods
+    # that decide about single entries.
     kind: str
     base: str
     finetuned: str

@@ -10,15 +10,14 @@ import numpy as np
 from darelib.core.arrays import Array, add_up, fold_tiles
 from darelib.core.drops import Bounds
 from darelib.core.formats import DIGIT_BITS, FORMATS
-from darelib.core.interrupts import Interrupts
 from darelib.core.mask import KEEP_ALL, TILE
 from darelib.kernels import Kernel, KernelSpec, entries, plain
-from darelib.kernels.records import BINS, FIRST_BIN, MERGES, Buffers
+from darelib.kernels.records import BINS, FIRST_BIN, LANES, MERGES, Buffers
 from darelib.methods.looks import PREFIXES
 from darelib.methods.method import Coefficients
 
 
-def load_kernels(specs: Collection[KernelSpec], interrupts: Interrupts) -> dict[KernelSpec, Kernel]:
+def load_kernels(specs: Collection[KernelSpec]) -> dict[KernelSpec, Kernel]:
     quiet = np.errstate(all="ignore")  # what is not finite is found in the result
     return {spec: quiet(partial(KERNELS[spec.kind], spec)) for spec in specs}
 
@@ -39,21 +38,12 @@ def open_model(
     delta = find_delta(spec, buffers, i, base)
     if not drops_some(model):  # nothing need be drawn
         return delta, np.ones(len(delta), bool), None
-    thresholds: Any = int(model["limit"]) + 1
+    thresholds: Any = int(model["threshold"])
     if model["ranked"]:
-        thresholds = buffers.limits[i, : len(base)].astype(np.int32) + 1
+        thresholds = buffers.last_bits[i, : len(base)].astype(np.int32) + 1
     bounds = Bounds(*(model[name].item() for name in Bounds._fields)) if model["bounded"] else None
     bits = draw_bits(model, len(base), first_tile)
     return plain.keep(delta, bits, thresholds, bounds, bool(model["divided"]))
-
-
-def open_models(
-    spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int
-) -> Iterator[tuple[Any, plain.Part]]:
-    """The record of each model and what is kept of it."""
-    base = read(buffers.base, spec.base, spec.real, count)
-    for i in range(models):
-        yield buffers.models[i], open_model(spec, buffers, i, base, first_tile)
 
 
 def draw_bits(model: Any, count: int, first_tile: int) -> Array:
@@ -72,11 +62,9 @@ def find_peak(values: Array, so_far: Any) -> int:
 
 
 def note_delta(buffers: Buffers, model: Any, delta: Array) -> None:
-    size = np.abs(delta)
-    threshold = delta.dtype.type(buffers.tensor["threshold"][0])
+    large = delta.dtype.type(buffers.tensor["delta_threshold"][0])
     model["peak"] = find_peak(delta, model["peak"])
-    model["above"] += np.uint64(np.count_nonzero(size > threshold))
-    add_sums(model, "size", size)
+    model["above"] += np.uint64(np.count_nonzero(np.abs(delta) > large))
 
 
 def thin_chunk(
@@ -86,6 +74,16 @@ def thin_chunk(
     base = read(buffers.base, spec.base, spec.real, count)
     add_sums(buffers.tensor[0], "base_size", np.abs(base[skipped:]))
     rows = []
+    for model, delta, row in thin_models(spec, buffers, base, models, first_tile, skipped):
+        add_sums(model, "size", np.abs(delta))
+        rows.append(row)
+    return base[skipped:], rows
+
+
+def thin_models(
+    spec: KernelSpec, buffers: Buffers, base: Array, models: int, first_tile: int, skipped: int = 0
+) -> Iterator[tuple[Any, Array, Array]]:
+    """The record of each model, its delta, and that thinned."""
     for i, model in enumerate(buffers.models[:models]):
         part = open_model(spec, buffers, i, base, first_tile)
         delta, mask, _ = part
@@ -93,12 +91,11 @@ def thin_chunk(
         row = delta if is_whole else plain.thin(*part, float(model["scale"]), float(model["floor"]))
         note_delta(buffers, model, delta[skipped:])
         model["kept"] += np.uint64(np.count_nonzero(mask[skipped:]))
-        rows.append(row[skipped:])
-    return base[skipped:], rows
+        yield model, delta[skipped:], row[skipped:]
 
 
 def drops_some(model: Any) -> bool:
-    return bool(model["ranked"] or model["bounded"] or model["limit"] != KEEP_ALL)
+    return bool(model["ranked"] or model["bounded"] or model["threshold"] < KEEP_ALL)
 
 
 def merge_chunk(
@@ -131,20 +128,22 @@ def merge_chunk(
 def multiply_chunk(
     spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int
 ) -> None:
-    base, rows = thin_chunk(spec, buffers, count, models, first_tile)
+    base = read(buffers.base, spec.base, spec.real, count)
+    thinned = thin_models(spec, buffers, base, models, first_tile)
+    kept = {int(model["end"]): row for model, _, row in thinned}
     tensor = buffers.tensor[0]
     origin = base if tensor["from_zero"] else np.zeros_like(base)
-    kept = dict(zip(buffers.models["number"].tolist(), rows, strict=False))
     buffers.find_products(count)[:] = plain.multiply_ends(origin, kept, int(tensor["ends"]))
 
 
 def count_chunk(
     spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int
 ) -> None:
-    opened = open_models(spec, buffers, count, models, first_tile)
+    base = read(buffers.base, spec.base, spec.real, count)
     shift = buffers.tensor["shift"][0]
-    for counts, (model, (delta, mask, _)) in zip(buffers.counts, opened, strict=False):
-        count_digits(np.abs(delta[mask]), shift, model, counts)
+    for i in range(models):
+        delta, mask, _ = open_model(spec, buffers, i, base, first_tile)
+        count_digits(np.abs(delta[mask]), shift, buffers.models[i], buffers.counts[i])
 
 
 def count_digits(sizes: Array, shift: Any, model: Any, counts: Array) -> None:
@@ -157,9 +156,10 @@ def count_digits(sizes: Array, shift: Any, model: Any, counts: Array) -> None:
 
 
 def add_chunk(spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int) -> None:
-    for model, part in open_models(spec, buffers, count, models, first_tile):
-        kept = plain.thin(*part, float(model["scale"]))
-        model["size"], model["kept_size"] = plain.add_sizes([part], [kept])
+    base = read(buffers.base, spec.base, spec.real, count)
+    for model, delta, row in thin_models(spec, buffers, base, models, first_tile):
+        model["size"] = add_up(np.abs(delta))
+        model["kept_size"] = add_up(np.abs(row))
 
 
 def note_chunk(
@@ -198,17 +198,17 @@ def rank(
     values: Array,
     by_rank: Array,
     _: Array,
-    limits: Array,
+    last_bits: Array,
     skipped: int,
     is_delta: bool,
 ) -> None:
-    """The limits of elements of whole rows, but for some at the start and at the end, by rank."""
+    """The last bits of elements of whole rows, but for some at the start and the end, by rank."""
     width = len(by_rank)
-    count = -(-(skipped + len(limits)) // width) * width
+    count = -(-(skipped + len(last_bits)) // width) * width
     delta = read(values, spec.finetuned, spec.real, count)
     if not is_delta:
         delta = delta - read(base, spec.base, spec.real, count)
-    limits[:] = by_rank[plain.rank(delta, width)][skipped : skipped + len(limits)]
+    last_bits[:] = by_rank[plain.rank(delta, width)][skipped : skipped + len(last_bits)]
 
 
 def add_counts(counts: Array, places: Array) -> None:
@@ -220,16 +220,17 @@ def measure_chunk(
 ) -> None:
     base = read(buffers.base, spec.base, spec.real, count)
     add_sums(buffers.tensor[0], "base_squares", base * base)
-    padding = -count % TILE  # zeros, which the kernels count with the others
-    deltas = [find_delta(spec, buffers, i, base) for i in range(models)]
-    for i, (model, delta) in enumerate(zip(buffers.models, deltas, strict=False)):
+    padding = (0, -count % TILE)  # zeros, which the kernels count with the others
+    deltas = [np.pad(find_delta(spec, buffers, i, base), padding) for i in range(models)]
+    for counts, model, delta in zip(buffers.counts, buffers.models, deltas, strict=False):
         note_delta(buffers, model, delta)
-        model["zeros"] += np.uint64(np.count_nonzero(delta == 0) + padding)
+        model["zeros"] += np.uint64(np.count_nonzero(delta == 0))
+        add_sums(model, "size", np.abs(delta))
         add_sums(model, "squares", delta * delta)
         patterns = np.abs(delta).astype(np.float32).view(np.uint32)
         places = (patterns >> 19).astype(np.int64) - FIRST_BIN
-        add_counts(buffers.counts[i, :BINS], places.clip(0, BINS - 1))  # in the first lane
-        buffers.counts[i, 0] += padding
+        lanes = np.arange(len(delta)) % LANES
+        add_counts(counts[: LANES * BINS], lanes * BINS + places.clip(0, BINS - 1))
     for pair, (one, other) in zip(buffers.pairs, combinations(deltas, 2), strict=False):
         note_conflict(pair, one, other)
         add_sums(pair, "product", one * other)
@@ -245,15 +246,15 @@ def note_conflict(pair: Any, one: Array, other: Array) -> None:
 
 
 def expand(
-    _: KernelSpec, left: Array, right: Array, made: Array, first: int, ranks_before: int
+    _: KernelSpec, left: Array, right: Array, product: Array, first: int, ranks_before: int
 ) -> None:
     """Elements of left @ right from one of the first row on, added in the order of the ranks."""
-    total = np.zeros((left.shape[0], right.shape[1]), made.dtype)
-    flat = total.reshape(-1)[first : first + len(made)]
-    flat[:] = made if ranks_before else 0
+    total = np.zeros((left.shape[0], right.shape[1]), product.dtype)
+    flat = total.reshape(-1)[first : first + len(product)]
+    flat[:] = product if ranks_before else 0
     for k in range(left.shape[1]):
         total += left[:, k : k + 1] * right[k]
-    made[:] = flat
+    product[:] = flat
 
 
 def pack_chunk(
@@ -261,7 +262,7 @@ def pack_chunk(
 ) -> None:
     model = buffers.models[0]
     values = buffers.finetuned[0].view(FORMATS[spec.finetuned].raw)[:count]
-    kept = values[draw_bits(model, count, first_tile) <= int(model["limit"])]
+    kept = values[draw_bits(model, count, first_tile) < int(model["threshold"])]
     buffers.output[: kept.nbytes] = kept.view(np.uint8)
     model["kept"] = len(kept)
 

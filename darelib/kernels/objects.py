@@ -1,9 +1,12 @@
-"""Machine code for this machine: what it depends on, where it is kept, whether it may be run."""
+"""Machine code for this machine: what it depends on, where it is kept, whether it may be run, and
+how it is called.
+"""
 
 import ctypes
 import hashlib
 import importlib.util
 import os
+import re
 import stat
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -11,30 +14,19 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
 
-from darelib.kernels import EngineUnavailable, KernelSpec
+import numpy as np
 
-# What the machine code and its proof depend on; an edit elsewhere recompiles nothing.
-SOURCES: Final = (
-    "kernels/__init__.py",
-    "core/arrays.py",
-    "kernels/cpu.py",
-    "kernels/entries.py",
-    "kernels/fallback.py",
-    "kernels/looks.py",
-    "kernels/native.py",
-    "kernels/objects.py",
-    "kernels/parts.py",
-    "kernels/plain.py",
-    "kernels/proof.py",
-    "kernels/records.py",
-    "kernels/tiles.py",
-    "core/formats.py",
-    "core/mask.py",
+from darelib.core.mask import TILE
+from darelib.kernels import EngineUnavailable, Kernel, KernelSpec
+from darelib.kernels.records import EXPANSION, MODEL, RANKING, UNPACKING
+
+# What makes machine code. What a kernel is known by covers this module and all that it imports.
+MAKER: Final = "darelib.kernels.cpu"
+IMPORTS: Final = re.compile(
+    r"^[ \t]*(?:from|import)[ \t]+(darelib[.\w]*)(?:[ \t]+import[ \t]+(\([^)]*\)|.*))?", re.M
 )
 # What users set to choose the processor's features themselves.
 FEATURE_VARIABLES: Final = ("NUMBA_CPU_FEATURES", "NUMBA_ENABLE_AVX")
-
-Function = Callable[..., Any]  # of nine addresses, then whole numbers
 
 # --- this machine, as LLVM knows it ---------------------------------------------------------------
 
@@ -68,6 +60,26 @@ def target_machine() -> Any:
     )
 
 
+def read_sources() -> dict[str, bytes]:
+    """All modules of darelib that are compiled in, by following imports without importing."""
+    root = Path(__file__).parents[2]
+    sources: dict[str, bytes] = {}
+    waiting = [MAKER]
+    while waiting:
+        name = waiting.pop()
+        place = root.joinpath(*name.split("."))
+        files = [
+            path for path in (place.with_suffix(".py"), place / "__init__.py") if path.is_file()
+        ]
+        if name in sources or not files:  # or it is a name in a module
+            continue
+        sources[name] = files[0].read_bytes()
+        waiting += [name[: dot.start()] for dot in re.finditer(r"\.", name)]
+        for module, names in IMPORTS.findall(sources[name].decode()):
+            waiting += [module, *(f"{module}.{each}" for each in re.findall(r"\w+", names))]
+    return sources
+
+
 @cache
 def identify() -> str:
     """What an object file is good for: this processor, then these sources and versions."""
@@ -80,37 +92,127 @@ def identify() -> str:
     )
     numba = importlib.util.find_spec("numba")  # which is not imported
     folders = (numba and numba.submodule_search_locations) or ()
-    sources = [Path(__file__).parent.parent / name for name in SOURCES]
     try:
-        texts = [
-            path.read_bytes()
-            for path in (*sources, *(Path(folder, "_version.py") for folder in folders))
-        ]
+        versions = [Path(folder, "_version.py").read_bytes() for folder in folders]
+        made_by = repr((llvmlite.__version__, versions, sorted(read_sources().items())))
     except OSError as error:
         raise EngineUnavailable(f"its sources cannot be read: {error.strerror}") from None
-    made_by = hashlib.sha256(b"".join([llvmlite.__version__.encode(), *texts]))
-    made_for = hashlib.sha256(repr(processor).encode())
-    return f"{made_for.hexdigest()[:8]}.{made_by.hexdigest()[:16]}"
+    digests = [hashlib.sha256(text.encode()).hexdigest() for text in (repr(processor), made_by)]
+    return f"{digests[0][:8]}.{digests[1][:16]}"
 
 
-def load_object(code: KernelSpec, machine_code: bytes) -> Function:
+# --- calls ----------------------------------------------------------------------------------------
+
+
+def load_object(code: KernelSpec, machine_code: bytes) -> Kernel:
     llvm = load_llvmlite().binding
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())
     engine.add_object_file(llvm.ObjectFileRef.from_data(machine_code))
     engine.finalize_object()
-    prototype = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 11, *[ctypes.c_ssize_t] * 5)
+    prototype = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 3)
     function = prototype(engine.get_function_address("kernel"))
     # For a returned value and an exception, of which there are none.
     slots = ctypes.create_string_buffer(16)
     first = ctypes.addressof(slots)
 
     # What it owns must live as long as the function.
-    def call(*arguments: int, _owners: Any = (engine, slots)) -> None:
-        if function(first, first + 8, *arguments):
+    def run(arguments: Any, _owners: Any = (engine, slots)) -> None:
+        if function(first, first + 8, arguments.ctypes.data):
             raise RuntimeError(f"the kernel {code.kind} failed")
 
-    return call
+    return partial(CALLS.get(code.kind, call_chunk), run)
 
+
+def call(run: Callable[[Any], None], record: Any, **fields: Any) -> None:
+    """fields: of a record of this type: arrays, of which it has the addresses, and numbers."""
+    arguments = np.zeros(1, record)
+    for name, value in fields.items():
+        arguments[name] = value.ctypes.data if isinstance(value, np.ndarray) else value
+    run(arguments)
+
+
+def call_chunk(run: Any, buffers: Any, count: int, models: int, first_tile: int) -> None:
+    buffers.arguments["count"] = count
+    buffers.arguments["model_count"] = models
+    buffers.arguments["first_tile"] = first_tile
+    run(buffers.arguments)
+
+
+def call_expand(
+    run: Any, left: Any, right: Any, product: Any, first: int, ranks_before: int
+) -> None:
+    call(
+        run,
+        EXPANSION,
+        left=left,
+        right=right,
+        product=product,
+        count=len(product),
+        columns=right.shape[1],
+        rank=left.shape[1],
+        first=first,
+        ranks_before=ranks_before,
+    )
+
+
+def call_rank(
+    run: Any,
+    base: Any,
+    values: Any,
+    by_rank: Any,
+    order: Any,
+    last_bits: Any,
+    skipped: int,
+    is_delta: bool,
+) -> None:
+    call(
+        run,
+        RANKING,
+        base=base,
+        values=values,
+        by_rank=by_rank,
+        order=order,
+        last_bits=last_bits,
+        count=len(last_bits),
+        width=len(by_rank),
+        skipped=skipped,
+        is_delta=is_delta,
+    )
+
+
+def call_unpack(
+    run: Any,
+    base: Any,
+    entries: Any,
+    values: Any,
+    key: tuple[int, int],
+    threshold: int,
+    first_tile: int,
+) -> int:
+    model = np.zeros(1, MODEL)
+    model["key_0"], model["key_1"] = key
+    model["threshold"] = threshold
+    call(
+        run,
+        UNPACKING,
+        base=base,
+        entries=entries,
+        values=values,
+        model=model,
+        bits=np.empty((2, TILE), np.uint16),
+        count=len(values),
+        available=len(entries),
+        first_tile=first_tile,
+    )
+    return int(model["kept"][0])
+
+
+# Of kernels that are not given buffers.
+CALLS: Final[Mapping[str, Kernel]] = {
+    "expand": call_expand,
+    "rank": call_rank,
+    "unpack": call_unpack,
+}
 
 # --- object files on disk -------------------------------------------------------------------------
 
@@ -129,9 +231,7 @@ def find_cache() -> Path:
     if chosen := os.environ.get("NUMBA_CACHE_DIR"):
         return Path(chosen)
     beside = Path(__file__).absolute().parent / "__pycache__" / "kernels"
-    with suppress(OSError):
-        beside.mkdir(mode=0o755, parents=True, exist_ok=True)
-    if os.access(beside, os.W_OK) and not find_doubt(beside):
+    if can_store(beside) and not find_doubt(beside):
         return beside
     users = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     # Where a user has no home, or says so with a relative path, the working directory is no place
@@ -139,18 +239,18 @@ def find_cache() -> Path:
     return Path(users, "dare") if os.path.isabs(users) else beside
 
 
-def can_keep(folder: Path) -> bool:
-    """Whether something can be stored there, or that folder made."""
-    nearest = next(filter(os.path.exists, (folder, *folder.absolute().parents)), folder)
-    return os.path.isdir(nearest) and os.access(nearest, os.W_OK)
+def can_store(folder: Path) -> bool:
+    with suppress(OSError):
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+    return folder.is_dir() and os.access(folder, os.W_OK)
 
 
-def find_doubt(path: Path, descriptor: int | None = None) -> str | None:
-    """Why what is there may be another user's, if it is there and may be. descriptor: it, open."""
+def find_doubt(path: Path | int) -> str | None:
+    """Why what is there, or open, may be another user's, if it is there and may be."""
     if not hasattr(os, "geteuid"):
         return None
     with suppress(OSError):
-        status = os.stat(path if descriptor is None else descriptor)
+        status = os.stat(path)
         if status.st_uid not in (0, os.geteuid()):
             return f"{path} belongs to another user"
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -164,7 +264,7 @@ def read_object(path: Path) -> bytes | None:
         stored = file.read()
         machine_code = stored[32:]
         is_whole = stored[:32] == _digest(path, machine_code)
-        return machine_code if is_whole and not find_doubt(path, file.fileno()) else None
+        return machine_code if is_whole and not find_doubt(file.fileno()) else None
     return None
 
 
@@ -182,7 +282,6 @@ def store(machine_code: bytes, path: Path) -> None:
     """Keep what was compiled and proved, if that is possible, where nobody else can write to it."""
     unfinished = path.with_name(f"{path.name}.{os.urandom(4).hex()}")
     with suppress(OSError):
-        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         with open(unfinished, "xb", opener=partial(os.open, mode=0o644)) as file:
             file.write(_digest(path, machine_code) + machine_code)
         unfinished.replace(path)

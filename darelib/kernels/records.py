@@ -12,13 +12,14 @@ from darelib.core.mask import TILE
 # Kernels that merge: the only ones that write values of the output's type.
 MERGES: Final = ("sum", "elect", "average", "near", "select", "boost", "fuse")
 
-# A record for each model. peak is the bit pattern of the largest |delta|. bounded: what lies
-# between low and high is kept, and of what equals them, what has mask bits below at_low or at_high.
-# ranked: each element has a limit of its own; divided: by which it is rescaled, too. boost: what
-# only this model changes is multiplied by it. alone, shared: how many entries it changes alone, and
-# with others.
+# A record for each model. threshold: what has mask bits below it is kept. peak is the bit pattern
+# of the largest |delta|. bounded: what lies between low and high is kept, and of what equals them,
+# what has mask bits below at_low or at_high. ranked: each entry has last bits of its own; divided:
+# by which it is rescaled, too. end: which of the vectors that are multiplied it belongs to. boost:
+# what only this model changes is multiplied by it. alone, shared: how many entries it changes
+# alone, and with others.
 MODEL: Final = np.dtype(
-    [(name, "u8") for name in ("key_0", "key_1", "limit", "number", "prefix", "prefix_2")]
+    [(name, "u8") for name in ("key_0", "key_1", "threshold", "end", "prefix", "prefix_2")]
     + [(name, "u8") for name in ("prefix_3", "alone", "shared")]
     + [(name, "u8") for name in ("is_delta", "bounded", "at_low", "at_high", "ranked", "divided")]
     + [(name, "f8") for name in ("scale", "weight", "boost", "floor", "low", "high")]
@@ -28,9 +29,10 @@ MODEL: Final = np.dtype(
 # One record for the tensor. first_share: what ties adds weights to before it divides. exact: the
 # only model is used as it is. shift: which bits sizes are counted by. ends: how many vectors are
 # multiplied by each other; from_zero: they are values, not deltas. bound: what the score of an
-# entry must reach.
+# entry must reach. delta_threshold: larger |delta| are counted.
 TENSOR: Final = np.dtype(
-    [(name, "f8") for name in ("lambda_coeff", "base_share", "first_share", "bound", "threshold")]
+    [(name, "f8") for name in ("lambda_coeff", "base_share", "first_share", "bound")]
+    + [("delta_threshold", "f8")]
     + [(name, "u8") for name in ("exact", "shift", "peak", "ends", "from_zero")]
     + [(name, "f8") for name in ("base_size", "base_squares")]
 )
@@ -38,6 +40,23 @@ TENSOR: Final = np.dtype(
 PAIR: Final = np.dtype(
     [(name, "f8") for name in ("product", "opposed", "both", "opposed_size", "both_size")]
 )
+
+
+def _describe(addresses: str, numbers: str) -> np.dtype[Any]:
+    fields = [(name, "u8") for name in addresses.split()]
+    return np.dtype(fields + [(name, "i8") for name in numbers.split()])
+
+
+# What a compiled kernel is given: the address of one such record, which has the addresses of arrays
+# and numbers. One for those that work on a chunk, which are those of a thread's buffers, and one
+# for each of the others.
+CHUNK: Final = _describe(
+    "base finetuned output models tensor scratch counts pairs last_bits",
+    "row_bytes count model_count first_tile",
+)
+EXPANSION: Final = _describe("left right product", "count columns rank first ranks_before")
+RANKING: Final = _describe("base values by_rank order last_bits", "count width skipped is_delta")
+UNPACKING: Final = _describe("base entries values model bits", "count available first_tile")
 
 # Rows of scratch, each as wide as a tile, before the models' own. They are a little wider, since
 # rows of exactly 4 KiB would share cache sets.
@@ -104,18 +123,23 @@ class Buffers:
         counters = max((COUNTERS.get(kind, 0) for kind in kernels), default=0)
         self.counts = align((models, counters), np.uint32)
         self.pairs = align((models * (models - 1) // 2,), PAIR)
-        # A number for each element takes twice the room of a limit; no kernel wants both.
+        # A score for each entry takes twice the room of last bits; no kernel wants both.
         room = row_bytes if "importance" in kernels else row_bytes // NARROWEST
-        self.limits = align((models, room if ranked else 0), np.uint16)
-        # In the order of a kernel's arguments.
-        self._all: list[NDArray[Any]] = list(vars(self).values())
-        self.addresses = tuple(buffer.ctypes.data for buffer in self._all)
+        # The largest mask bits with which an entry is kept: its threshold - 1, to fit 16 bits.
+        self.last_bits = align((models, room if ranked else 0), np.uint16)
         # Whole rows of the base and of one model; those at the ends may be in other chunks, too.
         self.rows = align((2, row_bytes + 2 * ranked * WIDEST if ranked else 0), np.uint8)
         # For each entry of a row two patterns and two places, then counters.
         self.order = align((3 * ranked + SORT_COUNTERS // 2 if ranked else 0,), np.uint64)
-        self._all += [self.rows, self.order]
-        self.by_entry = self.limits.reshape(-1).view(np.float32)
+        self.arguments = align((1,), CHUNK)
+        self.arguments["row_bytes"] = row_bytes
+        for name, array in vars(self).items():
+            if name in (CHUNK.names or ()):
+                self.arguments[name] = array.ctypes.data
+
+    @property
+    def by_entry(self) -> NDArray[np.float32]:
+        return self.last_bits.reshape(-1).view(np.float32)
 
     def clear(self) -> None:
         """Forget what kernels have found, and what they had to know."""
@@ -132,4 +156,4 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._all)
+        return sum(array.nbytes for array in vars(self).values())

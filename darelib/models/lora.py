@@ -21,7 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from darelib.core.formats import FORMATS, STORED_BITS, widen
-from darelib.core.interrupts import Interrupts
 from darelib.core.text import DareError, count_of
 from darelib.core.tuning import TUNING
 from darelib.kernels import Kernel, KernelSpec, fallback
@@ -113,7 +112,7 @@ class LoraAdapter(Checkpoint):
         pairs = [(info, product) for info, product in known if product]
         self.specs = frozenset(find_spec(info) for info, _ in pairs)
         # Until there are faster kernels: some values are read before a merge begins.
-        self.prepare(fallback.load_kernels(self.specs, Interrupts()), 1)
+        self.prepare(fallback.load_kernels(self.specs), 1)
         # All of the right matrix is held to read a product.
         sizes = (FORMATS[info.dtype].itemsize * product.right.count for info, product in pairs)
         self.held_bytes = max(sizes, default=0)

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from darelib.config import is_count
 from darelib.core.formats import FORMATS
-from darelib.core.interrupts import Interrupts
 from darelib.core.mask import MASK_NAME, TILE, keep_threshold, mask_key
 from darelib.core.text import DareError
 from darelib.kernels import Kernel, KernelSpec, fallback
@@ -121,7 +120,7 @@ class PackedModel(Checkpoint):
         self.tensors |= packed
         self.specs = frozenset(find_spec(tensor.dtype) for tensor in packed.values())
         # Until there are faster kernels: some values are read before a merge begins.
-        self.prepare(fallback.load_kernels(self.specs, Interrupts()), 1)
+        self.prepare(fallback.load_kernels(self.specs), 1)
         rates = sorted({tensor.encoding.drop_rate for tensor in packed.values()})
         span = " to ".join(f"{rate:g}" for rate in dict.fromkeys(rates[:1] + rates[-1:]))
         self.note = f"packed at drop rate {span}, seed {self.seed}" if packed else "packed"

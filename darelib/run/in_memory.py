@@ -17,7 +17,7 @@ from darelib.core.formats import DTYPES
 from darelib.core.mask import mask_key
 from darelib.core.text import LOG, ConfigError, DareError
 from darelib.kernels.plain import draw_bits
-from darelib.kernels.tensors import Draw, Solutions, TensorMerge, explain_broken
+from darelib.kernels.torch_tensors import Draw, Solutions, TensorMerge, explain_broken
 from darelib.methods import DEFAULT, METHODS
 from darelib.methods.settings import TensorSettings
 from darelib.models.statedicts import STATE_DICT_HINT, StateDict, check_state_dict

@@ -1,5 +1,5 @@
-"""One chunk of a tensor, read from all inputs into a thread's buffers, with the limits that ranks
-set to its mask.
+"""One chunk of a tensor, read from all inputs into a thread's buffers, with the bits that ranks
+keep of its mask.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +25,7 @@ BROKEN_HINT: Final = "such a model is broken; use a checkpoint from before that 
 
 
 @lru_cache(16)
-def find_limits(thinning: Thinning, width: int) -> NDArray[np.uint16]:
+def find_last_bits(thinning: Thinning, width: int) -> NDArray[np.uint16]:
     """By rank in a row: the largest mask bits of what is kept."""
     thresholds = thinning.find_thresholds(np.arange(width, dtype=np.float64), width)
     return (thresholds - 1).astype(np.uint16)
@@ -50,7 +50,7 @@ class Reader:
         self._base = inputs[0]
         self._models = inputs[1:]
         self._kernels = kernels
-        # Limits by tensor and start, which the merge wants again after a look.
+        # Last bits by tensor and start, which the merge wants again after a look.
         self._ranked: dict[tuple[str, int], NDArray[np.uint16]] = {}
 
     def load(
@@ -58,9 +58,9 @@ class Reader:
     ) -> None:
         """Read a chunk of every input. remember: what is found about it will be wanted again."""
         rank = self._kernels.get(tensor.rank_spec) if tensor.rank_spec else None
-        limits = self._ranked.pop((tensor.name, start), None)
-        if limits is not None:
-            buffers.limits[: len(limits), :count] = limits
+        last_bits = self._ranked.pop((tensor.name, start), None)
+        if last_bits is not None:
+            buffers.last_bits[: len(last_bits), :count] = last_bits
         elif rank:
             self._rank(rank, tensor, start, count, buffers, remember)
         base = read(self._base, tensor.base, start, count, buffers.base)
@@ -166,20 +166,20 @@ class Reader:
         buffers: Buffers,
         remember: bool,
     ) -> None:
-        """Find the mask's limits for a chunk, which whole rows decide."""
+        """Find the last bits that are kept in a chunk, which whole rows decide."""
         width = tensor.base.width
         first = start // width * width
         elements = -(-(start + count) // width) * width - first
         base = read(self._base, tensor.base, first, elements, buffers.rows[0])
         values = buffers.rows[1]
-        found = buffers.limits[: len(tensor.finetuned), :count]
+        found = buffers.last_bits[: len(tensor.finetuned), :count]
         for row, (i, info) in enumerate(tensor.finetuned):
             thinning = tensor.settings.thinnings[i]
             if thinning.scheme.thresholds:
                 self._load_model(tensor, row, first, base, values, elements)
-                by_rank = find_limits(thinning, width)
-                limits = found[row]
-                rank(base, values, by_rank, buffers.order, limits, start - first, info.is_delta)
+                by_rank = find_last_bits(thinning, width)
+                last_bits = found[row]
+                rank(base, values, by_rank, buffers.order, last_bits, start - first, info.is_delta)
         room = (len(self._ranked) + 1) * self._plan.chunk * len(found) * found.itemsize
         if remember and room <= TUNING.ranked_bytes:
             self._ranked[tensor.name, start] = found.copy()

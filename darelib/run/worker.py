@@ -73,7 +73,7 @@ class Worker:
         for tensor in plan.tensors:
             looks = [look for look, _ in passes.get(tensor.name, ()) if not look.whole]
             wanted |= {tensor.look_spec(look) for look in looks}
-        self.kernels = load_kernels(wanted, plan.config.engine, interrupts)
+        self.kernels = load_kernels(wanted, plan.config.engine, interrupts, count_work(plan))
         self.reader = Reader(plan, inputs, self.kernels)
         for model in inputs:
             model.prepare(self.kernels, len(inputs))
@@ -234,14 +234,14 @@ class Worker:
         self.describe(tensor, buffers, weigh(tensor.settings, tensor.models, found))
         for row in range(len(tensor.finetuned)):
             if tensor.is_thinned(row):  # dropped entries are 0 already
-                buffers.models[row]["limit"] = KEEP_ALL
+                buffers.models[row]["threshold"] = KEEP_ALL
         return len(tensor.finetuned)
 
     def _describe_change(self, tensor: TensorPlan, buffers: Buffers) -> int:
         """A solved change is given to the kernel as if it were the only model's."""
         self.describe(tensor, buffers, weigh_for_look(tensor.settings, tensor.models, Found()))
         record = buffers.models[0]
-        record["limit"] = KEEP_ALL
+        record["threshold"] = KEEP_ALL
         record["is_delta"] = True
         record["scale"] = 1.0
         for name in ("bounded", "ranked", "divided"):
@@ -285,13 +285,13 @@ class Worker:
             thinning = settings.thinnings[i]
             bounds = found.bounds[row]
             record["key_0"], record["key_1"] = mask_key(self.plan.seeds[i], tensor.mask_names[row])
-            record["limit"] = thinning.threshold - 1
+            record["threshold"] = thinning.threshold
             record["bounded"] = bounds is not None
             for name, value in bounds._asdict().items() if bounds else ():
                 record[name] = value
             record["ranked"] = thinning.scheme.thresholds is not None
             record["divided"] = thinning.divides_each
-            record["number"] = i
+            record["end"] = i
             record["is_delta"] = info.is_delta
             for name in ("scale", "weight", "floor", "boost"):
                 record[name] = getattr(found, f"{name}s")[row]
@@ -299,9 +299,15 @@ class Worker:
         whole["lambda_coeff"] = settings.lambda_coeff
         for name in ("base_share", "first_share", "bound"):
             whole[name] = getattr(found, name)
-        whole["threshold"] = self.plan.config.delta_threshold
+        whole["delta_threshold"] = self.plan.config.delta_threshold
         has_values = any(not info.is_delta for _, info in tensor.finetuned)
         whole["exact"] = returns_model(settings) and has_values
+
+
+def count_work(plan: MergePlan) -> int:
+    """Entries that kernels are given, of all models. Of whole matrices, the change alone."""
+    merged = [tensor for tensor in plan.tensors if tensor.merged]
+    return sum(t.base.count * (1 if t.matrices else len(t.finetuned)) for t in merged)
 
 
 def find_peaks(tensor: TensorPlan, buffers: Buffers, models: int) -> NDArray[np.float64]:

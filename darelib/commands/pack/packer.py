@@ -254,7 +254,7 @@ class Packer:
         """Put the kept entries of a chunk at the start of the output's row. Gives their count."""
         record = buffers.models[0]
         record["key_0"], record["key_1"] = mask_key(self.worker.plan.seeds[0], tensor.mask_names[0])
-        record["limit"] = tensor.settings.thinnings[0].threshold - 1
+        record["threshold"] = tensor.settings.thinnings[0].threshold
         self.worker.kernels[pack_spec(tensor)](buffers, width, 1, start // TILE)
         return int(record["kept"])
 

@@ -35,10 +35,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from darelib import __version__
+from darelib import __version__ as __version__
 from darelib.commands import analyze, convert, extract, merge, pack, sweep, verify
 from darelib.commands.options import (
     COMMON,
@@ -49,9 +50,9 @@ from darelib.commands.options import (
     place_config,
 )
 from darelib.commands.shell import run_command
-from darelib.config import DareConfig, Rule
+from darelib.config import DareConfig, Group, Rule
 from darelib.core.interrupts import Interrupts, ignore_signals
-from darelib.core.text import LOG, ConfigError, DareError
+from darelib.core.text import LOG, ConfigError, DareError, nearest
 from darelib.core.tuning import raise_open_file_limit
 from darelib.models.directories import find_base
 from darelib.models.source import Given, Source, recorded_name
@@ -127,7 +128,6 @@ class DareMerger:
         self.base = find_base(self.models) if base_file is None else Source.of_model(base_file)
         self.tokenizer = Source.of(tokenizer)
         self.chat_template = None if chat_template is None else Source.of(chat_template)
-        self.version = __version__  # that recipes name
         self.published: MergeReport | None = None  # what merge has made, interrupted or not
 
     def merge(
@@ -220,7 +220,7 @@ class DareMerger:
         choice = tokenizer.TokenizerChoice(recorded_name(self.tokenizer))
         with self.open_inputs() as inputs, Interrupts() as interrupts:
             plan = adapter.choose_planner(self.config)(
-                self.config, inputs, output, choice, self.version, with_side_files=False
+                self.config, inputs, output, choice, with_side_files=False
             )
             return verify.compare_output(plan, inputs, interrupts)
 
@@ -353,6 +353,21 @@ COMMANDS: Final[dict[str, tuple[str, Room]]] = {
     "convert": ("write a pickle, an adapter or an image model in another format", convert),
 }
 DEFAULT_COMMAND: Final = "merge"
+COMMAND_LIST: Final = "\n".join(f"  {name:8} {words}" for name, (words, _) in COMMANDS.items())
+PAGE: Final = """Merge models that were fine-tuned from the same base.
+
+  {prog} --base BASE --merge FIRST SECOND --output merged   merge two models
+  {prog} analyze --base BASE --merge FIRST SECOND           look before you merge
+  {prog} verify merged                                      make it again, and compare
+
+commands:
+{commands}
+
+{prog} help COMMAND shows all options of a command."""
+
+
+def name_program() -> str:
+    return "dare.py" if sys.argv[0].endswith(".py") else "dare"
 
 
 class Parser(argparse.ArgumentParser):
@@ -362,40 +377,70 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(message, numbers if is_number else f"see {self.prog} --help")
 
 
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Each option with its value once, not after its short name as well."""
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        given = super()._format_args(action, default_metavar)
+        return f"{action.metavar} ..." if action.nargs == "+" else given
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        return f"{', '.join(action.option_strings)} {self._format_args(action, '')}"
+
+
 def build_parser(name: str) -> Parser:
     summary, room = COMMANDS[name]
-    usage = f"%(prog)s {name} [options]"
+    options = room.OPTIONS | COMMON
+    words = [how["metavar"] for option, how in options.items() if not option.startswith("-")]
+    usage = " ".join(["%(prog)s", name, "[options]", *words])
     description = f"{name}: {summary}."
     if name == DEFAULT_COMMAND:
-        lines = "; ".join(f"{word}: {words}" for word, (words, _) in COMMANDS.items())
-        usage = f"%(prog)s [{' | '.join(COMMANDS)}] [options]"
+        usage = "%(prog)s [COMMAND] [options]"
         description = (
-            "Merge models fine-tuned from the same base by DARE: drop most of each delta at "
-            "random, rescale the rest, combine, add to the base. "
-            f"Commands: {lines}. Each has a --help of its own."
+            "Merge models fine-tuned from the same base by DARE: drop most of each delta at\n"
+            "random, rescale the rest, combine, add to the base.\n\n"
+            f"commands, each with a --help of its own:\n{COMMAND_LIST}"
         )
     parser = Parser(
-        prog="dare.py" if sys.argv[0].endswith(".py") else "dare",
+        prog=name_program(),
         usage=usage,
         description=description,
-        epilog="Flags beat TOML, TOML beats defaults. Paths in TOML are relative to the TOML file. "
-        "Exit status: 0 done, 1 the merge failed, 2 wrong usage or configuration, 130 interrupted "
-        "(143 by SIGTERM).",
+        epilog="Flags beat TOML, TOML beats defaults. Paths in TOML are relative to its file.\n"
+        "Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted (143 by SIGTERM).",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
+        add_help=False,
+        formatter_class=partial(Help, max_help_position=26),
     )
     # As argparse has it, -1e-3 looks like an option.
     parser._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
-    for option, how in (room.OPTIONS | COMMON).items():
-        parser.add_argument(*SHORT_NAMES.get(option, ()), option, **how)
-    parser.add_argument("--version", action="version", version=f"dare {__version__}")
+    first, *others = Group
+    for title in (first, name, *others):  # without a group: the command's own
+        group = parser.add_argument_group(title)
+        for option, how in options.items():
+            given: dict[str, Any] = {"group": name} | how
+            if given.pop("group") == title:
+                group.add_argument(*SHORT_NAMES.get(option, ()), option, **given)
     return parser
 
 
 def parse_flags(arguments: Sequence[str] | None) -> tuple[Room, Flags]:
     """The room of the command, merge where none is given, and the flags."""
     words = place_config(list(sys.argv[1:] if arguments is None else arguments))
-    name = words.pop(0) if words and words[0] in COMMANDS else DEFAULT_COMMAND
+    if words in ([], ["help"]):
+        page = PAGE.format(prog=name_program(), commands=COMMAND_LIST)
+        print(page, file=sys.stdout if words else sys.stderr)
+        sys.exit(0 if words else 2)
+    if words[0] == "help":
+        words = [*words[1:], "--help"]
+    if words[0] not in COMMANDS and not words[0].startswith("-"):
+        raise ConfigError(
+            f"there is no command {words[0]!r}",
+            f"{nearest(words[0], COMMANDS)} (files go after --base, --merge or --output)",
+        )
+    name = words.pop(0) if words[0] in COMMANDS else DEFAULT_COMMAND
     if name == DEFAULT_COMMAND and any(word.split("=")[0] == "--verify" for word in words):
         name = "verify"
     parser = build_parser(name)

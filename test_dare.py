@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 import dare
 from dare import DareConfig, DareError, DareMerger
-from darelib.config import CHECKS
+from darelib.config import SETTINGS
 from darelib.core.mask import keep_rate, keep_threshold, mask_key
 from darelib.core.tuning import TUNING
 from darelib.kernels import plain
@@ -542,7 +542,7 @@ def test_the_shipped_configuration_has_every_key_with_its_default() -> None:
         "what is not commented out is the default"
     )
     whole = tomllib.loads(re.sub(r"^# (?=\[\[|[a-z_]+ = )", "", text, flags=re.MULTILINE))
-    assert set(whole["dare"]) == set(CHECKS)
+    assert set(whole["dare"]) == set(SETTINGS)
 
 
 def test_help_names_every_setting_and_each_flag_has_its_key_in_toml(capsys: Capture) -> None:
@@ -556,12 +556,36 @@ def test_help_names_every_setting_and_each_flag_has_its_key_in_toml(capsys: Capt
         "output_file": "output",
         "rules": "rule",
     }
-    keys = {names.get(key, key.replace("_", "-")) for key in (*CHECKS, *TABLES["models"], "rules")}
+    keys = {
+        names.get(key, key.replace("_", "-")) for key in (*SETTINGS, *TABLES["models"], "rules")
+    }
     own = (
         "help version config force resume verify dry-run per-tensor plot write-config json quiet"
         " part runner ray-address no-normalize no-rescale lenient bake"
     )
     assert printed - set(own.split()) == keys - set(own.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "shown"),
+    [
+        ("", 2, ["--output merged", "\n  convert  write", "help COMMAND"]),
+        ("help", 0, ["--output merged", "\n  convert  write", "help COMMAND"]),
+        ("--help", 0, ["[COMMAND] [options]", "\nadapters:\n  --adapter-rank", "\nmethods:\n"]),
+        ("help merge", 0, ["\nimage models:\n  --components", "wudi: ", "(default 1.5)"]),
+        ("help verify", 0, ["verify [options] PATH"]),
+        ("convert --help", 0, ["convert [options] OLD NEW"]),
+    ],
+)
+def test_help_is_where_it_is_looked_for(
+    capsys: Capture, words: str, status: int, shown: list[str]
+) -> None:
+    with pytest.raises(SystemExit, match=str(status)):
+        dare.main(words.split())
+    printed = capsys.readouterr()
+    page = printed.err if status else printed.out
+    assert [text for text in shown if text not in page] == []
+    assert len(page.splitlines()) < (25 if "COMMAND sh" in page else 150)
 
 
 def test_the_version_is_printed(capsys: Capture) -> None:

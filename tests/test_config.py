@@ -24,6 +24,9 @@ from safetensors.torch import load_file
 
 import dare
 from dare import ConfigError, DareConfig, DareError, DareMerger
+from darelib.config import SETTINGS, freeze
+from darelib.core.drops import DROPS
+from darelib.methods import METHODS
 from darelib.models import tensorfile
 from darelib.plan.plan import MergePlan
 from darelib.requests.recipe import read_recipe
@@ -222,12 +225,12 @@ def test_the_numbers_of_numpy_are_numbers() -> None:
 @pytest.mark.parametrize(
     ("config", "recorded"),
     [
-        ({}, True),
-        ({"rescale": True}, True),
-        ({"rescale": "expectation"}, True),
-        ({"rescale": "none"}, False),
+        ({}, "expectation"),
+        ({"rescale": True}, "expectation"),
+        ({"rescale": "expectation"}, "expectation"),
+        ({"rescale": False}, "none"),
         ({"rescale": "l1"}, "l1"),
-        ({"drop": ["random", "random"]}, True),
+        ({"drop": ["random", "random"]}, "expectation"),
         ({"drop": "magnitude"}, "none"),
         ({"drop": "magnitude", "rescale": False}, "none"),
         ({"drop": ["magnitude", "random"]}, None),
@@ -242,7 +245,41 @@ def test_a_recipe_says_how_it_rescales_and_means_it(config: dict[str, Any], reco
     assert table.get("rescale") == recorded
     again = DareConfig(**table, rules=config.rules)
     assert (again.recipe_settings(), asdict(again.general(2))) == (table, asdict(config.general(2)))
-    assert ("drop" in table) == (config.drop not in ("random", ("random", "random")))
+
+
+def vary(name: str) -> tuple[dict[str, Any], Any]:
+    """Settings beside which one means something, and a value that it does not have there."""
+    method = next((method for method in METHODS if name in METHODS[method].settings), "linear")
+    drop = next((drop for drop in DROPS if name in DROPS[drop].settings), "random")
+    config = {"method": method, "drop": drop, "drop_rate": 0.25}
+    config |= {"adapter_rank": 8} if name == "adapter_rest" else {}
+    usual = getattr(DareConfig(**config), name)
+    check = SETTINGS[name].check
+    tried = (*check.choices, True, False, 0.125, 0.75, 7, [0.25, 1], "12MB", ["unet"])
+    fitting = [value for value in map(freeze, tried) if check.accepts(value) and value != usual]
+    return config, fitting[-1]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_recipe_holds_what_decides_bytes_and_nothing_else(
+    models: Models, tmp_path: Path, name: str
+) -> None:
+    """By construction, also for settings that are yet to come."""
+    config, value = vary(name)
+    one, other = DareConfig(**config), DareConfig(**{**config, name: value})
+    decides = SETTINGS[name].decides
+    assert (one.recipe_settings() != other.recipe_settings()) == (decides == "tensors")
+    assert (one.recipe_settings(True) != other.recipe_settings(True)) == (decides != "nothing")
+    table = other.recipe_settings(True)
+    assert DareConfig(**table).recipe_settings(True) == table
+    assert "drop_rate" in table
+
+
+def test_what_is_set_is_in_the_recipe_even_if_the_method_has_it_by_default(models: Models) -> None:
+    """A rule may have another method, with another default."""
+    rule = "layer.weight:method='ties'"
+    run("-q", *MERGE, "--no-normalize", "--weights", "1", "2", "--rule", rule)
+    run("verify", OUT)
 
 
 @pytest.mark.parametrize(
@@ -302,7 +339,7 @@ def test_a_wrong_configuration_is_named(
 @pytest.mark.parametrize(
     ("flags", "complaint", "hint"),
     [
-        ("", "no base", "--base MODEL"),
+        ("-q", "no base", "--base MODEL"),
         ("--seed", "one argument", "--help"),
         ("-b b.safetensors", "no models", "--merge MODEL"),
         ("-b b.safetensors -m m.safetensors", "no output", "--output PATH"),
@@ -320,6 +357,9 @@ def test_a_wrong_configuration_is_named(
         ("c.toml", "'c.toml'", "--config"),
         ("verify", "nothing to verify", "verify PATH"),
         ("verfy x", "'verfy'", "verify"),
+        ("mege", "no command 'mege'", "did you mean merge?"),
+        ("help mege", "no command 'mege'", "did you mean merge?"),
+        ("models/a models/b", "no command 'models/a'", "files go after --base"),
         ("verify x --seed 3", "--seed means nothing to verify", "belongs to"),
         ("--verify x --resume", "--resume means nothing to verify", "belongs to"),
         ("-q verify x", "'verify'", "verify ..."),
@@ -327,7 +367,7 @@ def test_a_wrong_configuration_is_named(
         ("--threads 1 analyze", "'analyze'", "analyze ..."),
         ("--plot a.png", "--plot means nothing to merge", "analyze"),
         ("analyse", "'analyse'", "analyze"),
-        ("unite", "'unite'", "merge, analyze, sweep, verify, pack, extract, convert"),
+        ("unite", "'unite'", "analyze, convert, extract, merge, pack, sweep, verify"),
         ("merge --per-tensor", "--per-tensor means nothing to merge", "analyze"),
         ("analyze --dry-run", "--dry-run means nothing to analyze", "merge"),
         ("analyze --verify x", "--verify means nothing to analyze", "verify"),

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import dare
-from darelib.config import CHECKS, RULE_SETTINGS
+from darelib import config
 from darelib.models.peft import OTHER_ADAPTERS
 from darelib.output.directory import recipe_metadata
 from tests.scene import put
@@ -259,7 +259,7 @@ NUMBERS = (
     | st.integers(-(10**400), 10**400)
     | st.sampled_from([0, 1, 2, 2**63 - 1, True])
 )
-SETTINGS: dict[str, st.SearchStrategy[Any]] = dict.fromkeys(CHECKS, NUMBERS) | {
+SETTINGS: dict[str, st.SearchStrategy[Any]] = dict.fromkeys(config.SETTINGS, NUMBERS) | {
     "method": st.sampled_from(["linear", "ties", "slerp", "LINEAR"]),
     "weights": st.lists(st.floats(-1e308, 1e308) | st.integers(-1, 3), max_size=3),
     "dtype": st.sampled_from(["float32", "bf16", "float8"]),
@@ -270,7 +270,7 @@ SETTINGS: dict[str, st.SearchStrategy[Any]] = dict.fromkeys(CHECKS, NUMBERS) | {
 }
 RULES = st.fixed_dictionaries(
     {"match": st.text("*?[]!-layer.", max_size=6) | TOML_VALUES},
-    optional={key: SETTINGS[key] | TOML_VALUES for key in RULE_SETTINGS},
+    optional={key: SETTINGS[key] | TOML_VALUES for key in config.RULE_SETTINGS},
 )
 ODD_MODELS = dict.fromkeys(
     [*MODELS, "tokenizer", "chat_template"], TOML_VALUES | st.lists(TOML_VALUES)

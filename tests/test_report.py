@@ -233,7 +233,7 @@ def test_the_plan_shows_models_rules_files_and_needs(
     ("flags", "words"),
     [
         (["--drop", "magnitude", "--rescale", "l1"], 'drop = "magnitude"; rescale = "l1"'),
-        (["--drop", "della", "--drop-rate", ".5"], 'drop = "della"; rescale = "expectation"'),
+        (["--drop", "della", "--drop-rate", ".5"], 'drop = "della"; epsilon = 0.15'),
         (
             ["--rule", "*:weights=[1,{gradient=[0,2]}],normalize=true"],
             "weights = [1.0, {gradient = [0.0, 2.0]}]; normalize = true",

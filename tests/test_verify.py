@@ -8,6 +8,7 @@ import re
 import signal
 import struct
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -18,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import dare
 from dare import DareError, DareMerger
-from darelib.models.tensorfile import TensorFile
+from darelib.models.tensorfile import TensorFile, header_bytes
 from darelib.output.directory import recipe_metadata, seal
 from tests.scene import Scene, contents, put
 from tests.support import (
@@ -172,7 +173,7 @@ def test_what_was_compared_is_printed_and_reported_to_scripts(
     report = DareMerger("base", ["math", "code"]).verify(scene.output)
     assert (report.tensors, report.bytes_compared) == (4, len(scene.new[""]))
     for models, output, words in (
-        (["math"], scene.output, "header of 'out.safetensors' differs|bytes long"),
+        (["math"], scene.output, "tensor '.*' differs at"),
         (["math", "code"], tmp_path / "nowhere.safetensors", "is not there"),
     ):
         with pytest.raises(DareError, match=words):
@@ -199,6 +200,19 @@ def test_what_the_readmes_commands_make_is_verified_where_it_is(
     monkeypatch.chdir("/")
     for output in ("merged.safetensors", "merged", "models/both"):
         run("verify", tmp_path / output, "-q")
+
+
+def test_a_recipe_as_an_older_version_wrote_it_is_verified(tmp_path: Path, verify: Any) -> None:
+    scene = make_merged(tmp_path, "file")
+    recipe = recipe_of(scene.output)
+    old = recipe.replace('drop = "random"\n', "").replace('"expectation"', "true")
+    tensors = TensorFile(scene.output, "").tensors
+    start = min(info.offset for info in tensors.values())
+    placed = {name: replace(info, offset=info.offset - start) for name, info in tensors.items()}
+    data = scene.output.read_bytes()[start:]
+    scene.output.write_bytes(header_bytes(placed, recipe_metadata(old)) + data)
+    assert len(recipe_of(scene.output)) < len(recipe)
+    verify(scene.output)
 
 
 @pytest.mark.parametrize("kind", ["file", "directory"])

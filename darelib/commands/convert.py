@@ -19,17 +19,17 @@ from darelib.models.source import Source
 OPTIONS: Final[Options] = {
     "old": {
         "metavar": "OLD",
-        "help": "a .bin, .pt, .pth or .ckpt file, or a directory with pytorch_model.bin; a LoRA "
-        "adapter of PEFT's or a LoRA file; or a diffusion model: one file, or of diffusers",
+        "help": "a pickle (.bin, .pt, .pth, .ckpt, or a directory with pytorch_model.bin), a LoRA "
+        "adapter (PEFT's or one file), or a diffusion model (one file, or diffusers')",
     },
     "new": {
         "metavar": "NEW",
-        "help": "the .safetensors file to write; of a LoRA file, the directory; with a base "
-        "for a diffusion model, either",
+        "help": "the .safetensors file to write; a directory for a LoRA file; either for a "
+        "diffusion model with --base",
     },
     "--base": {
         "metavar": "MODEL",
-        "help": "that a LoRA file was trained on, or in whose form a diffusion model is written",
+        "help": "the base of a LoRA file; or a diffusion model, whose layout NEW gets",
     },
     "--force": {"action": "store_true", "help": "replace an existing file"},
 }

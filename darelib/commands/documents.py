@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from darelib.commands.merge import merge_to_end
-from darelib.commands.options import Flags, MergerClass, merger_for, show
+from darelib.commands.options import Flags, MergerClass, merge_to_end, merger_for, show
+from darelib.config import name_flag
 from darelib.core.text import LOG, ConfigError
 from darelib.models.inputs import explain_path
 from darelib.models.source import Source, is_on_hub
@@ -15,7 +15,7 @@ from darelib.output.scratch import open_scratch
 from darelib.requests.configfile import check_new_file
 from darelib.requests.mergekit import make_request
 from darelib.requests.mergekitfile import MergekitFile
-from darelib.requests.request import layer_flags, name_flag
+from darelib.requests.request import layer_flags
 
 # Flags that mean the same to every merge, or are about the output; the others are one merge's.
 FITTING: Final = frozenset(

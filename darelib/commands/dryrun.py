@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Final, Self
 from darelib.commands.report import Part, Report, Table
 from darelib.commands.summary import AdapterFit, say_what
 from darelib.config import TENSOR_SETTINGS, DareConfig, Rule
+from darelib.core.drops import EXPECTATION, RANDOM
 from darelib.core.interrupts import Interrupts
 from darelib.core.text import clip, count_of, duration, human, printable
 from darelib.core.tuning import TUNING
@@ -35,7 +36,7 @@ TENSOR_BYTES: Final = 900
 MAX_FILES: Final = 6
 LINE_WIDTH: Final = 100
 # What a plan does not mention, because it goes without saying.
-USUAL: Final = {"lambda_coeff": 1.0, "rescale": True}
+USUAL: Final = {"lambda_coeff": 1.0, "rescale": EXPECTATION, "drop": RANDOM, "keep_ratio": 1.0}
 
 
 @dataclass(frozen=True)

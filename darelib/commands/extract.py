@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self
 
 from darelib.commands.merge import run as run_merge
-from darelib.commands.options import FORCE, RESUME, SETTINGS, Flags, MergerClass, Options
+from darelib.commands.options import FORCE, RESUME, SHARED, Flags, MergerClass, Options
 from darelib.commands.report import Report
 from darelib.core.text import ConfigError, count_of, human, printable
 
@@ -18,7 +18,7 @@ CHANGES: Final[Options] = {
     "--base": {"help": "the model that it was fine-tuned from"},
     "--merge": {"action": "store", "nargs": None, "help": "the fine-tuned model"},
     "--output": {"help": "the directory to write the adapter to"},
-    "--adapter-rank": {"help": "of the adapter; or 0.95: what keeps that share of the energy"},
+    "--adapter-rank": {"help": "of the adapter; 0.95: ranks that keep this share of the energy"},
     "--adapter-rest": {},
     "--dtype": {"help": "type of the adapter (default float32)"},
     "--mismatch": {},
@@ -27,7 +27,7 @@ CHANGES: Final[Options] = {
     "--engine": {},
 }
 OPTIONS: Final[Options] = {
-    **{name: SETTINGS[name] | changes for name, changes in CHANGES.items()},
+    **{name: SHARED[name] | changes for name, changes in CHANGES.items()},
     "--match": {
         "metavar": "PATTERN",
         "nargs": "+",

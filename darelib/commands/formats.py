@@ -13,8 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from darelib.commands.merge import merge_to_end
-from darelib.commands.options import Flags, MergerClass, make_merger
+from darelib.commands.options import Flags, MergerClass, make_merger, merge_to_end
 from darelib.commands.summary import MergeReport
 from darelib.core.text import ConfigError, DareError, list_names
 from darelib.models.checkpoint import Checkpoint

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from darelib.commands.options import (
     CONTINUES,
     FORCE,
     RESUME,
-    SETTINGS,
+    SHARED,
     WRITE_CONFIG,
     Flags,
-    Merger,
     MergerClass,
     Options,
     make_merger,
+    merge_to_end,
     show,
 )
 from darelib.commands.report import Report
-from darelib.core.interrupts import Terminated, ignore_signals
+from darelib.config import Group
 from darelib.core.text import LOG, ConfigError
 from darelib.requests.request import SeveralDocuments
 from darelib.run import check_runner
@@ -35,32 +34,40 @@ def parse_part(text: str) -> tuple[int, ...] | str:
 
 
 OPTIONS: Final[Options] = {
-    **SETTINGS,
+    **SHARED,
     "--bake": {
         "action": "store_true",
-        "help": "add LoRA adapters to the base as they are: drop nothing, strength 1 or --weights",
+        "help": "add adapters to the base in full, with strength 1 or --weights",
+        "group": Group.ADAPTERS,
     },
-    "--force": FORCE,
-    "--resume": RESUME,
     "--part": {
         "metavar": "K/N",
         "type": parse_part,
         "help": "make every Nth file, from the Kth on; --resume then publishes",
+        "group": Group.MACHINES,
     },
     "--runner": {
         "metavar": "NAME",
-        "help": "who makes the files: threads (default), or ray, the nodes of a cluster",
+        "help": "threads, or ray: a cluster's nodes (default threads)",
+        "group": Group.MACHINES,
     },
     "--ray-address": {
         "metavar": "ADDRESS",
-        "help": "of the cluster (default: what Ray finds, or one on this machine)",
+        "help": "of the cluster (default: what Ray finds)",
+        "group": Group.MACHINES,
     },
     "--dry-run": {
         "action": "store_true",
-        "help": "print the plan, with an estimate of the time, and write nothing",
+        "help": "print the plan and an estimate of the time; write nothing",
+        "group": Group.RUN,
     },
+    "--force": FORCE,
+    "--resume": RESUME,
     "--write-config": WRITE_CONFIG
-    | {"help": "write the settings and models as TOML (-: print them), and merge nothing"},
+    | {
+        "help": "write this configuration as TOML (-: print it); merge nothing",
+        "group": Group.RUN,
+    },
 }
 
 
@@ -97,16 +104,3 @@ def run(
     hint = CONTINUES if continues else "with --resume, a merge can go on"
     report = merge_to_end(merger, request.output, hint, **how, **runner)
     show(describe(report) if describe else report, flags, merger.config.verbose)
-
-
-def merge_to_end(merger: Merger, output: Path, hint: str, **how: Any) -> Any:
-    """Merge, and give the report. hint: after an interrupt."""
-    try:
-        report = merger.merge(output, **how)
-        ignore_signals()
-    except (KeyboardInterrupt, Terminated) as stopped:
-        if merger.published is None:
-            stopped.add_note(hint)
-            raise
-        report = merger.published  # it came too late to stop anything
-    return report

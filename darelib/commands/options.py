@@ -1,28 +1,76 @@
 """What commands share: their flags, the merger that flags ask for, and how results are printed."""
 
+from __future__ import annotations
+
 import argparse
 import dataclasses
-import difflib
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
+from darelib import __version__
 from darelib.commands.report import Report
-from darelib.config import DareConfig
-from darelib.core.drops import DROPS
+from darelib.config import SETTINGS, DareConfig, Group, explain_setting, name_flag
+from darelib.config.values import SWITCH
+from darelib.core.interrupts import Terminated, ignore_signals
 from darelib.core.text import LOG, ConfigError, nearest, print_result
-from darelib.methods import METHODS
-from darelib.methods.settings import BASE, ZERO
 from darelib.models.directories import BASE_HINT
+from darelib.models.source import Source
 from darelib.models.vocabulary import TEMPLATES
 from darelib.requests.readers import YAML_SUFFIXES, load_request
 from darelib.requests.request import Request, explain_key, layer_flags
 
-Options: TypeAlias = dict[str, dict[str, Any]]  # by name: what argparse's add_argument is given
+if TYPE_CHECKING:
+    from darelib.commands.dryrun import Plan
+    from darelib.commands.summary import MergeReport
+    from darelib.models.checkpoint import Checkpoint
+
+# By name: what argparse's add_argument is given, and a group of --help; none: the command's own.
+Options: TypeAlias = dict[str, dict[str, Any]]
 Flags: TypeAlias = dict[str, Any]  # those that a user gives, by name
-Merger: TypeAlias = Any  # a dare.DareMerger, which nothing in darelib imports
+
+
+class Merger(Protocol):
+    """dare.DareMerger, which nothing in darelib imports, as commands use it."""
+
+    base: Source
+    models: tuple[Source, ...]
+    config: DareConfig
+    tokenizer: Source
+    chat_template: Source | None
+    published: MergeReport | None
+
+    @property
+    def sources(self) -> tuple[Source, ...]: ...
+    def open_inputs(self) -> AbstractContextManager[list[Checkpoint]]: ...
+    def merge(
+        self,
+        output_file: str | Path,
+        *,
+        force: bool = False,
+        resume: bool = False,
+        part: tuple[int, int] | None = None,
+        runner: str = "threads",
+        ray_address: str | None = None,
+    ) -> MergeReport: ...
+    def plan(
+        self,
+        output_file: str | Path,
+        *,
+        force: bool = False,
+        resume: bool = False,
+        estimate: bool = False,
+    ) -> Plan: ...
+    def analyze(self) -> Report: ...
+    def verify(self, output_file: str | Path) -> Report: ...
+    def sweep(
+        self, evaluate: Callable[..., Any] | str, space: Mapping[str, Any], **options: Any
+    ) -> Report: ...
+
+
 MergerClass: TypeAlias = Callable[..., Merger]
 
 CONTINUES: Final = "the same command goes on from here"  # a hint after an interrupt
@@ -33,28 +81,119 @@ SHORT_NAMES: Final = {
     "--output": ("-o",),
     "--verbose": ("-v",),
     "--quiet": ("-q",),
+    "--help": ("-h",),
 }
+
+
+def make_flag(name: str) -> dict[str, Any]:
+    """The flag of a setting, from its row."""
+    row = SETTINGS[name]
+    flag = {"dest": name, "help": explain_setting(name), "group": row.group}
+    if row.check is SWITCH:
+        is_off = getattr(DareConfig, name) is False
+        return flag | {"action": "store_true" if is_off else argparse.BooleanOptionalAction}
+    several = {"nargs": "+"} if row.check.per_model or row.check.is_list else {}
+    return flag | several | {"metavar": row.metavar, "type": row.check.parse}
+
+
 # What every command that computes takes.
 MODELS: Final[Options] = {
     "--base": {
         "metavar": "MODEL",
-        "help": "the model that the others were fine-tuned from; adapters may name it",
+        "help": "the model that the others were fine-tuned from",
+        "group": Group.MODELS,
     },
     "--merge": {
         "metavar": "MODEL",
         "nargs": "+",
         "action": "extend",
-        "help": "the fine-tuned models, LoRA adapters, or MODEL+ADAPTER",
+        "help": "fine-tuned models, LoRA adapters, or MODEL+ADAPTER",
+        "group": Group.MODELS,
     },
-    "--threads": {
-        "metavar": "N",
-        "type": int,
-        "help": "threads to use (default: all cores this process may use)",
+    **{name_flag(name): make_flag(name) for name in ("threads", "engine")},
+}
+# What merge, analyze and sweep take: the models, and the settings.
+SHARED: Final[Options] = {
+    "--config": {
+        "metavar": "FILE",
+        "type": Path,
+        "help": "TOML, mergekit's YAML, or a merged model: its recipe",
+        "group": Group.MODELS,
     },
-    "--engine": {
-        "metavar": "NAME",
-        "help": "what computes: auto (default), numba, or plain (NumPy: the same, but slow)",
+    **MODELS,
+    "--output": {
+        "metavar": "PATH",
+        "help": "a .safetensors file, or a model directory",
+        "group": Group.MODELS,
     },
+    **{name_flag(name): make_flag(name) for name in SETTINGS if name != "verbose"},
+    "--no-rescale": {
+        "action": "store_false",
+        "dest": "rescale",
+        "help": "the same as --rescale none",
+        "group": Group.DROP,
+    },
+    "--rule": {
+        "dest": "rules",
+        "metavar": "RULE",
+        "action": "append",
+        "help": "PATTERN:SETTING=VALUE,... for matching tensors",
+        "group": Group.MAIN,
+    },
+    "--tokenizer": {
+        "metavar": "WHICH",
+        "help": "base, union (all tokens), or a model's (default base)",
+        "group": Group.OUTPUT,
+    },
+    "--chat-template": {
+        "metavar": "WHICH",
+        "help": f"a model's, a file, {', '.join(TEMPLATES)} (default: the base's or a model's)",
+        "group": Group.OUTPUT,
+    },
+    "--lenient": {
+        "action": "store_true",
+        "help": "only warn about keys that mergekit ignores",
+        "group": Group.RUN,
+    },
+}
+# What only some commands take; each says in its own words what the last is for.
+FORCE: Final = {
+    "action": "store_true",
+    "help": "replace an output of another recipe or tool",
+    "group": Group.RUN,
+}
+RESUME: Final = {
+    "action": "store_true",
+    "help": "continue an unfinished merge; can be interrupted itself",
+    "group": Group.RUN,
+}
+PLOT: Final = {
+    "metavar": "FILE",
+    "type": Path,
+    "help": "draw what was found, to a .png, .svg or .pdf file",
+}
+WRITE_CONFIG: Final = {"metavar": "FILE", "type": Path}  # -: it is printed
+# What every command takes.
+COMMON: Final[Options] = {
+    "--json": {"action": "store_true", "help": "print results as JSON", "group": Group.RUN},
+    "--verbose": {
+        "action": "store_true",
+        "help": "show progress and summary (default)",
+        "group": Group.RUN,
+    },
+    "--quiet": {
+        "action": "store_false",
+        "dest": "verbose",
+        "help": "only warnings and errors",
+        "group": Group.RUN,
+    },
+    "--version": {
+        "action": "version",
+        "version": f"dare {__version__}",
+        "help": "show the version",
+        "group": Group.RUN,
+    },
+    "--help": {"action": "help", "help": "show this help", "group": Group.RUN},
 }
 
 
@@ -65,244 +204,6 @@ def place_config(words: list[str]) -> list[str]:
     config, *rest = words
     output = ["--output"] if rest and not rest[0].startswith("-") else []
     return ["--config", config, *output, *rest]
-
-
-def parse_rank(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
-NUMBERS: Final[dict[str, Any]] = {"type": float, "nargs": "+"}  # one for all models, or one each
-# The models and the settings: what has a key in TOML, too.
-SETTINGS: Final[Options] = {
-    "--config": {
-        "metavar": "FILE",
-        "type": Path,
-        "help": "TOML configuration, mergekit's YAML, or a merged model: its recipe",
-    },
-    "--lenient": {
-        "action": "store_true",
-        "help": "of mergekit's YAML, ignore the keys that mergekit ignores, with warnings",
-    },
-    **MODELS,
-    "--output": {
-        "metavar": "PATH",
-        "help": "where to write: a .safetensors file, or a model directory",
-    },
-    "--method": {
-        "metavar": "NAME",
-        "help": f"how to combine: {', '.join(METHODS)} (default linear)",
-    },
-    "--drop-rate": {
-        **NUMBERS,
-        "metavar": "P",
-        "help": "share of each delta to drop, 0 <= P < 1 (default 0.9); one or one each",
-    },
-    "--drop": {
-        "metavar": "NAME",
-        "nargs": "+",
-        "help": f"what to drop: {', '.join(DROPS)} (default random); one or one each",
-    },
-    "--gamma": {
-        **NUMBERS,
-        "metavar": "G",
-        "help": "breadcrumbs: share of the largest to drop as well (default 0.01)",
-    },
-    "--epsilon": {
-        **NUMBERS,
-        "metavar": "E",
-        "help": "della: keep with 1 - P - E (smallest) to 1 - P + E (default 0.15)",
-    },
-    "--weights": {
-        **NUMBERS,
-        "metavar": "W",
-        "help": "one per model; linear: default 1/n each; ties: relative, default equal",
-    },
-    "--normalize": {
-        "action": argparse.BooleanOptionalAction,
-        "help": "divide by the sum of the weights, in ties of the models that agree "
-        "(default: ties, multislerp yes, linear no)",
-    },
-    "--origin": {
-        "choices": (BASE, ZERO),
-        "help": "combine the models' deltas (base) or their values (zero); default: by method",
-    },
-    "--lambda": {
-        "dest": "lambda_coeff",
-        "metavar": "X",
-        "type": float,
-        "help": "scale of the merged delta (default 1)",
-    },
-    "--rescale": {
-        "metavar": "HOW",
-        "help": "what is kept: expectation (default of random, della), l1 (restore the sum of "
-        "|delta|) or none",
-    },
-    "--no-rescale": {
-        "action": "store_false",
-        "dest": "rescale",
-        "help": "the same as --rescale none",
-    },
-    "--rescale-q": {
-        **NUMBERS,
-        "metavar": "Q",
-        "help": "DAREx-q: divide by Q, 1 - P <= Q <= 1, instead of 1 - P; one or one each",
-    },
-    "--keep-ratio": {
-        "metavar": "R",
-        "type": float,
-        "help": "ties: share of the surviving entries that trim keeps; sce: of those in which the "
-        "models differ (default 1)",
-    },
-    "--slerp-t": {
-        "metavar": "T",
-        "type": float,
-        "help": "slerp: position between the two models (default 0.5)",
-    },
-    "--max-iter": {
-        "metavar": "N",
-        "type": int,
-        "help": "karcher: steps it may take (default 10)",
-    },
-    "--tol": {
-        "metavar": "X",
-        "type": float,
-        "help": "karcher: a shorter step is the last (default 1e-5)",
-    },
-    "--threshold": {
-        "metavar": "X",
-        "type": float,
-        "help": "ram, ramplus: a smaller |delta| counts as none (default 1e-5)",
-    },
-    "--swap-t": {
-        "metavar": "T",
-        "type": float,
-        "help": "nearswap: how far an entry may move (default 0.0001)",
-    },
-    "--boost": {
-        "metavar": "R",
-        "type": float,
-        "help": "ramplus: what one model changes gains R * (shared / own entries) (default 0.1)",
-    },
-    "--boost-limit": {
-        "metavar": "A",
-        "type": float,
-        "help": "ramplus: that ratio is at most A (default 0.2)",
-    },
-    "--ridge": {
-        "metavar": "X",
-        "type": float,
-        "help": "wudi: small keeps the models' deltas apart, large averages them (default 1)",
-    },
-    "--norm-limit": {
-        "metavar": "X",
-        "type": float,
-        "help": "wudi: resize the merged delta, up to X times the models' mean size (default 1.5; "
-        "0: not)",
-    },
-    "--scale": {
-        "metavar": "X",
-        "type": float,
-        "help": "passthrough: what tensors are multiplied by (default 1)",
-    },
-    "--dtype": {
-        "metavar": "NAME",
-        "help": "output type: float32, float16, bfloat16 or float64, or fp32, fp16, bf16, fp64 "
-        "(default: the base's)",
-    },
-    "--adapter-rank": {
-        "metavar": "R",
-        "type": parse_rank,
-        "help": "write a LoRA adapter of rank R (full: exact for adapters; 0.95: a share of the "
-        "energy)",
-    },
-    "--adapter-rest": {
-        "metavar": "HOW",
-        "help": "in it, what changed and no low rank holds: save (default) or leave-out",
-    },
-    "--keep-fp8": {
-        "action": "store_true",
-        "help": "write what is FP8 without scales in the base in FP8 again",
-    },
-    "--components": {
-        "metavar": "NAME",
-        "nargs": "+",
-        "help": "of a diffusion pipeline, the folders to merge (default: transformer*, unet*, "
-        "text_encoder*, prior*)",
-    },
-    "--mismatch": {
-        "metavar": "HOW",
-        "help": "tensors of other shapes: error (default), overlap (merge common rows) or base",
-    },
-    "--any-base": {
-        "action": "store_true",
-        "help": "merge even if the base is surely not the one that a model was trained from",
-    },
-    "--part-of": {
-        "metavar": "PREFIX",
-        "help": "what names begin with in the part of the base that the models are, or of them "
-        "that the base is (default: it is found)",
-    },
-    "--max-shard-size": {
-        "metavar": "SIZE",
-        "help": "largest size of one file of an output directory (default 5GB)",
-    },
-    "--tokenizer": {
-        "metavar": "WHICH",
-        "help": "of an output directory: base (default), union (all tokens), or a model's",
-    },
-    "--chat-template": {
-        "metavar": "WHICH",
-        "help": f"of a model, a file, or {', '.join(TEMPLATES)} (default: the base's, else a "
-        "model's)",
-    },
-    "--rule": {
-        "dest": "rules",
-        "metavar": "RULE",
-        "action": "append",
-        "help": "PATTERN:SETTING=VALUE,... for matching tensors",
-    },
-    "--delta-threshold": {
-        "metavar": "X",
-        "type": float,
-        "help": "warn where deltas are larger than this (default 0.002)",
-    },
-    "--seed": {
-        "metavar": "N",
-        "type": int,
-        "help": "the first model's seed; model i uses N + i (default 42)",
-    },
-}
-# What only some commands take; each says in its own words what the last is for.
-FORCE: Final = {
-    "action": "store_true",
-    "help": "replace an existing output of another recipe, or that this tool did not make",
-}
-RESUME: Final = {
-    "action": "store_true",
-    "help": "continue an unfinished merge; if interrupted, leave one to continue",
-}
-PLOT: Final = {
-    "metavar": "FILE",
-    "type": Path,
-    "help": "draw what was found, to a .png, .svg or .pdf file",
-}
-WRITE_CONFIG: Final = {"metavar": "FILE", "type": Path}  # -: it is printed
-# What every command takes.
-COMMON: Final[Options] = {
-    "--json": {
-        "action": "store_true",
-        "help": "print what was done, planned, verified or found as JSON",
-    },
-    "--verbose": {"action": "store_true", "help": "show progress and summary (default)"},
-    "--quiet": {
-        "action": "store_false",
-        "dest": "verbose",
-        "help": "no progress or summary, only warnings and errors",
-    },
-}
 
 
 class Room(Protocol):
@@ -318,13 +219,9 @@ def explain_unknown(
 ) -> ConfigError:
     """What is wrong with a word that a command does not take. rooms: of all commands."""
     if not word.startswith("-"):
-        close = difflib.get_close_matches(word, rooms, cutoff=0.5)
-        first = f"{parser.prog} {close[0]} ..." if close else f"one of {', '.join(rooms)}"
-        return ConfigError(
-            f"{word!r} is not expected here",
-            "files go after --config, --base, --merge or --output; "
-            f"the first word may be a command: {first}",
-        )
+        files = "files go after --config, --base, --merge or --output"
+        command = f"a command is the first word: {parser.prog} {word} ..."
+        return ConfigError(f"{word!r} is not expected here", command if word in rooms else files)
     long = next((name for name, short in SHORT_NAMES.items() if word in short), word)
     for other, room in rooms.items():
         if long in room.OPTIONS:
@@ -380,6 +277,19 @@ def merger_for(request: Request, merger_class: MergerClass) -> Merger:
         tokenizer=request.tokenizer or "base",
         chat_template=request.chat_template,
     )
+
+
+def merge_to_end(merger: Merger, output: str | Path, hint: str, **how: Any) -> MergeReport:
+    """Merge, and give the report. hint: after an interrupt."""
+    try:
+        report = merger.merge(output, **how)
+        ignore_signals()
+    except (KeyboardInterrupt, Terminated) as stopped:
+        if merger.published is None:
+            stopped.add_note(hint)
+            raise
+        report = merger.published  # it came too late to stop anything
+    return report
 
 
 def show(report: Report, flags: Flags, verbose: bool) -> None:

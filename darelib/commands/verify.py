@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from io import BufferedReader
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from darelib.commands.options import (
@@ -33,7 +34,7 @@ from darelib.core.text import (
     printable,
     progress,
 )
-from darelib.models.tensorfile import explain_os_error, file_sha256, open_regular, read_at
+from darelib.models.tensorfile import explain_os_error, open_regular, peek_header, read_at
 
 if TYPE_CHECKING:
     from darelib.models.checkpoint import Checkpoint
@@ -44,7 +45,7 @@ OPTIONS: Final[Options] = {
     "path": {
         "metavar": "PATH",
         "nargs": "?",
-        "help": "the merged model; its settings are those of its recipe",
+        "help": "the merged model, a file or a directory",
     },
     "--verify": {
         "metavar": "PATH",
@@ -97,7 +98,6 @@ def run(flags: Flags, merger_class: MergerClass) -> None:
         chat_template=None,
     )
     merger = merger_for(locate_inputs(request, list_models(flags), path), merger_class)
-    merger.version = request.version
     show(merger.verify(path), flags, merger.config.verbose)
 
 
@@ -109,7 +109,7 @@ def compare_output(
     from darelib.run.rounds import run_rounds
 
     started = time.perf_counter()
-    plan = settle_ranks(plan, inputs, interrupts)
+    plan = keep_recipes(settle_ranks(plan, inputs, interrupts))
     with Comparison(plan) as comparison:
         for file in plan.files:
             comparison.open_file(file)
@@ -132,13 +132,30 @@ def compare_output(
     )
 
 
+def keep_recipes(plan: FilePlan) -> FilePlan:
+    """The plan with the recipe that each file has: other versions write the same one otherwise."""
+    from darelib.output.destination import RECIPE_KEY
+    from darelib.output.directory import recipe_metadata
+
+    files = []
+    for file in plan.files:
+        stored = peek_header(find_folder(plan) / file.name)[1]
+        is_sound = stored == recipe_metadata(stored.get(RECIPE_KEY, ""))
+        files.append(file.replace_metadata(stored) if is_sound else file)
+    return dataclasses.replace(plan, files=tuple(files))
+
+
+def find_folder(plan: FilePlan) -> Path:
+    return plan.output.path if plan.output.directory else plan.output.path.parent
+
+
 class Comparison(ExitStack):
     """An output that exists already: what jobs write to it is compared."""
 
     def __init__(self, plan: FilePlan) -> None:
         super().__init__()
         self.plan = plan
-        self.folder = plan.output.path if plan.output.directory else plan.output.path.parent
+        self.folder = find_folder(plan)
         self.files: list[BufferedReader] = []
         # How many values of matrices differ by next to nothing, as the libraries of machines do.
         self.differing: list[int] = []
@@ -167,7 +184,7 @@ class Comparison(ExitStack):
         changed, with a warning, and added.
         """
         from darelib.models.source import RECIPE_FILE
-        from darelib.output.destination import list_files, read_digests
+        from darelib.output.destination import digest_of, list_files, read_digests
         from darelib.output.directory import check_seal
 
         if not self.plan.output.directory:
@@ -175,9 +192,8 @@ class Comparison(ExitStack):
         check_seal(self.folder)
         paths = {as_text(name): self.folder / name for name in list_files(self.folder)}
         digests = read_digests(self.folder)
-        # The files of tensors are compared by their headers and tensors.
-        for name in sorted(digests.keys() - {file.name for file in self.plan.files}):
-            digest = file_sha256(paths[name]) if name in paths else ""
+        for name in sorted(digests):
+            digest = digest_of(paths[name]) if name in paths else ""
             if digest == digests[name]:
                 continue
             if not UNREAD.fullmatch(name):

@@ -3,35 +3,56 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Self, cast
+from typing import Any, Final, Self, cast
 
 from darelib.config.settings import (
-    CHECKS,
-    LAYER,
-    PER_MODEL,
+    LEAVE_OUT,
     RULE_SETTINGS,
-    SWEEP_SETTINGS,
-    TENSOR_SETTINGS,
-    Gradient,
-    Number,
+    SAVE,
+    Decides,
+    Group,
+    Row,
     Rule,
     Settings,
-    as_toml,
     check_fields,
-    check_setting,
+    check_value,
+    hint_at_fp8,
+    list_given,
+    list_rows,
+    naming,
+    setting,
+)
+from darelib.config.values import (
+    FULL,
+    LAYER,
+    LEAST_BARE_SIZE,
+    SWITCH,
+    TEXT,
+    Check,
+    Gradient,
+    Number,
+    above,
+    as_toml,
+    constant,
     count_layers,
     depth_of,
     find_depths,
     freeze,
     is_count,
     is_number,
-    list_given,
-    naming,
+    is_rank,
+    is_size,
+    is_whole,
+    list_of,
+    names_part,
+    parse_rank,
     parse_size,
     value_at,
+    whole,
+    word,
 )
 from darelib.core.drops import DROP_SETTINGS, DROPS, EXPECTATION, L1, NONE, RANDOM, Drop, Thinning
-from darelib.core.formats import SHORT_DTYPES
+from darelib.core.formats import DTYPES, SHORT_DTYPES
 from darelib.core.matrices import find_matrices
 from darelib.core.text import ConfigError, count_of
 from darelib.methods import DEFAULT, METHOD_NUMBERS, METHOD_SETTINGS, METHODS, choose_method
@@ -39,23 +60,27 @@ from darelib.methods.method import Method, sum_weights
 from darelib.methods.settings import ZERO, TensorSettings
 
 __all__ = [
-    "CHECKS",
     "LAYER",
     "PER_MODEL",
     "RULE_SETTINGS",
+    "SETTINGS",
     "SWEEP_SETTINGS",
     "TENSOR_SETTINGS",
     "Chooser",
     "DareConfig",
     "Gradient",
+    "Group",
+    "Row",
     "Rule",
     "as_toml",
     "check_setting",
     "count_layers",
     "depth_of",
+    "explain_setting",
     "freeze",
     "is_count",
     "is_number",
+    "name_flag",
     "naming",
     "parse_size",
     "value_at",
@@ -110,6 +135,12 @@ def check_meaning(
                 f"{name} {verb} nothing to {kind} {' and '.join(sorted(used))}",
                 f"use {kind} {' or '.join(fitting)}, or leave it out",
             )
+
+
+def find_default(setting: str, methods: Iterable[str]) -> Any:
+    """What a setting is by default, if the methods that use it agree."""
+    defaults = {METHODS[method].settings.get(setting) for method in methods} - {None}
+    return defaults.pop() if len(defaults) == 1 else None
 
 
 @dataclass(frozen=True)
@@ -218,48 +249,118 @@ class DareConfig(Settings):
     """
 
     method: str = DEFAULT
-    drop_rate: Number | Sequence[Number] | None = None
     drop: str | Sequence[str] = RANDOM
     lambda_coeff: Number = 1.0
-    # karcher: how many steps it may take; None: 10.
-    max_iter: int | None = None
-    # karcher: it ends with a step shorter than this; None: 1e-5.
-    tol: float | None = None
-    # Output type of float tensors, kept by its long name; None: the base's.
-    dtype: str | None = None
-    # Write what is FP8 without scales in the base in FP8 again.
-    keep_fp8: bool = False
-    # Write a LoRA adapter: of this rank, of what keeps this share of each change's energy, or full
-    # (the ranks of adapters added up); None: a model.
-    adapter_rank: float | str | None = None
-    # In it, what changed and is no matrix: save (whole modules) or leave-out; None: save.
-    adapter_rest: str | None = None
-    # Of a diffusion pipeline: the folders to merge; None: transformers, U-Nets and text encoders.
-    components: Sequence[str] | None = None
-    # Tensors of another shape: error; overlap: merge the common rows; base: keep the base's.
-    mismatch: str = "error"
-    # True: merge even where the base is another kind of model, by config.json, names or weights.
-    any_base: bool = False
-    # The part of the base that models are, or of them that the base is: what its names begin with;
-    # or what these begin with, by what the models' begin with; None: it is found.
-    part_of: str | Mapping[str, str] | None = None
-    # Of each file's tensors, where the output is a directory.
-    max_shard_size: str | int = "5GB"
-    # Warn where deltas are larger; the paper's limit for safe dropping.
-    delta_threshold: float = 0.002
-    # The first model's seed; model i draws its mask with seed + i.
-    seed: int = 42
-    # None: all cores that this process may use.
-    threads: int | None = None
-    # What computes: numba, plain (NumPy: slow, for where Numba cannot be loaded), or auto.
-    engine: str = "auto"
-    # Progress and summary.
-    verbose: bool = True
+    max_iter: int | None = setting(
+        Check("a whole number from 0 up", is_whole, int), "most steps", Group.METHOD,
+        metavar="N",
+    )  # fmt: skip
+    tol: float | None = setting(constant(above(0)), "a shorter step is the last", Group.METHOD)
+    dtype: str | None = setting(
+        replace(
+            word(*DTYPES, *SHORT_DTYPES),
+            wanted=f"one of {', '.join(DTYPES)} (or {', '.join(SHORT_DTYPES)})",
+            hint=hint_at_fp8,
+        ),
+        f"{', '.join(DTYPES)} (default: the base's)",
+        Group.MAIN,
+        metavar="NAME",
+        searched=True,
+    )
+    seed: int = setting(
+        whole("from 0 to 2^63 - 1", 0),
+        "seed of the first model's mask; N + 1 is the next one's",
+        Group.MAIN,
+        default=42,
+        metavar="N",
+    )
+    adapter_rank: float | str | None = setting(
+        Check(
+            "a whole number from 1 up, a share of the energy between 0 and 1, or full",
+            is_rank,
+            parse_rank,
+            (FULL,),
+        ),
+        "write a LoRA adapter of rank R; 0.95: ranks that keep this share of the energy; full: "
+        "exact for a merge of adapters",
+        Group.ADAPTERS,
+        metavar="R",
+    )
+    adapter_rest: str | None = setting(
+        word(SAVE, LEAVE_OUT),
+        "norms, biases and embeddings that changed: save or leave-out (default save)",
+        Group.ADAPTERS,
+        metavar="HOW",
+    )
+    components: Sequence[str] | None = setting(
+        list_of("names of folders", TEXT),
+        "folders of a pipeline to merge (default: transformer*, unet*, text_encoder*, prior*)",
+        Group.IMAGES,
+        metavar="NAME",
+    )
+    mismatch: str = setting(
+        word("error", "overlap", "base"),
+        "tensors of other shapes: error, overlap (merge common rows) or base",
+        Group.MISFITS,
+        default="error",
+        metavar="HOW",
+        searched=True,
+    )
+    any_base: bool = setting(
+        SWITCH, "merge even if a model was not fine-tuned from this base", Group.MISFITS,
+        default=False,
+    )  # fmt: skip
+    part_of: str | Mapping[str, str] | None = setting(
+        Check("the start of names, or a table of such, by those that they replace", names_part),
+        "merge only tensors whose names begin with PREFIX, in the base or else in the models "
+        "(default: the part that fits)",
+        Group.MISFITS,
+        metavar="PREFIX",
+    )
+    keep_fp8: bool = setting(
+        SWITCH, "keep the base's FP8 tensors without scales in FP8", Group.OUTPUT,
+        default=False,
+    )  # fmt: skip
+    max_shard_size: str | int = setting(
+        Check(
+            f"a size like 5GB or 500MiB, or a number of bytes from {LEAST_BARE_SIZE} up", is_size
+        ),
+        "largest file of an output directory",
+        Group.OUTPUT,
+        default="5GB",
+        metavar="SIZE",
+        decides=Decides.FILES,
+    )
+    delta_threshold: float = setting(
+        constant(above(0)),
+        "warn about larger deltas",
+        Group.RUN,
+        default=0.002,
+        decides=Decides.NOTHING,
+    )
+    threads: int | None = setting(
+        whole("from 1 up", 1),
+        "threads to use (default: all cores)",
+        Group.RUN,
+        metavar="N",
+        decides=Decides.NOTHING,
+    )
+    engine: str = setting(
+        word("auto", "numba", "plain"),
+        "numba, plain (NumPy: the same bits, slow) or auto",
+        Group.RUN,
+        default="auto",
+        metavar="NAME",
+        decides=Decides.NOTHING,
+    )
+    verbose: bool = setting(
+        SWITCH, "show progress and summary", Group.RUN, default=True, decides=Decides.NOTHING
+    )
     # The first that matches a tensor's name wins.
     rules: Sequence[Rule | dict[str, Any]] = ()
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_fields(self, SETTINGS)
         if self.dtype is not None:
             object.__setattr__(self, "dtype", SHORT_DTYPES.get(self.dtype, self.dtype))
         if self.adapter_rest is not None and self.adapter_rank is None:
@@ -285,8 +386,8 @@ class DareConfig(Settings):
         return cast(tuple[Rule, ...], self.rules)
 
     def _scope(self, rule: Rule | None) -> Scope:
-        values = list_given(self)
-        own = list_given(rule) if rule else values
+        values = list_given(self, TENSOR_SETTINGS)
+        own = list_given(rule, RULE_SETTINGS) if rule else values
         return Scope(own, values | own)
 
     @cached_property
@@ -371,33 +472,63 @@ class DareConfig(Settings):
         """The settings of a rule's tensors, from depth 0 in the first layer to 1 in the last."""
         return self._scope(rule).resolve(count, depth)
 
-    def recipe_settings(self) -> dict[str, Any]:
-        """The settings that determine the output's bytes, as a [dare] table."""
-        method = METHODS[self.method]
+    def recipe_settings(self, directory: bool = False) -> dict[str, Any]:
+        """The settings that decide the output's bytes, as a [dare] table, with the defaults that
+        methods and drops have: these may be others in another version.
+        """
+        decisive = {Decides.TENSORS, Decides.FILES} if directory else {Decides.TENSORS}
+        values: dict[str, Any] = {"drop_rate": METHODS[self.method].drop_rate}
+        values |= {name: find_default(name, self._methods) for name in METHOD_NUMBERS}
+        for drop in self._drops:
+            values |= {name: getattr(Thinning, name) for name in DROPS[drop].settings}
+        values |= list_given(self, SETTINGS)
         rescales = {name_rescale(self.rescale, drop) for drop in self._drops}
-        rescale: Any = rescales.pop() if len(rescales) == 1 else None  # None: each drop's own
-        if self._drops == {RANDOM}:
-            rescale = {EXPECTATION: True, NONE: False}.get(rescale, rescale)
-        numbers = {name: value for name, value in method.settings.items() if value is not None}
-        defaults = {name: value for name, value in numbers.items() if name != "keep_ratio"}
-        chosen: dict[str, Any] = {
-            "method": self.method,
-            "drop_rate": as_toml(method.drop_rate if self.drop_rate is None else self.drop_rate),
-            "seed": self.seed,
-            "lambda_coeff": as_toml(self.lambda_coeff),
-            **({} if rescale is None else {"rescale": rescale}),
-            **defaults,
+        if len(rescales) == 1:
+            values["rescale"] = rescales.pop()
+        return {
+            name: as_toml(values[name], row.check.parse)
+            for name, row in SETTINGS.items()
+            if row.decides in decisive and values.get(name) is not None
         }
-        optional = (*METHOD_NUMBERS, "origin", "weights", "rescale_q", "dtype")
-        optional += (*DROP_SETTINGS, "adapter_rank", "adapter_rest", "components", "part_of")
-        is_written = {name: getattr(self, name) is not None for name in optional} | {
-            "drop": set(self._scopes[""].drops) != {RANDOM},
-            "normalize": self._is_normalized != method.normalize,
-            "mismatch": self.mismatch != "error",
-            **{name: getattr(self, name) for name in ("any_base", "keep_fp8")},
-        }
-        written = [name for name, wanted in is_written.items() if wanted]
-        return chosen | {name: as_toml(getattr(self, name)) for name in written}
+
+
+SETTINGS: Final = list_rows(DareConfig)
+SWEEP_SETTINGS: Final = tuple(
+    name for name, row in SETTINGS.items() if row.searched or name in RULE_SETTINGS
+)
+PER_MODEL: Final = tuple(name for name, row in SETTINGS.items() if row.check.per_model)
+# What says how a tensor is merged.
+TENSOR_SETTINGS: Final = tuple(
+    name for name in SETTINGS if name in RULE_SETTINGS or name in METHOD_SETTINGS
+)
+
+
+def check_setting(name: str, value: Any, where: str) -> None:
+    """Refuse a value that a setting cannot have. where: what to call the setting."""
+    check_value(SETTINGS[name].check, value, where)
+
+
+def name_flag(setting: str) -> str:
+    """Also of what is no setting."""
+    own = SETTINGS[setting].flag if setting in SETTINGS else ""
+    return own or f"--{setting.replace('_', '-')}"
+
+
+def explain_setting(name: str) -> str:
+    """The help of its flag: the methods or drops that use it, what it does, and its default."""
+    row = SETTINGS[name]
+    default = getattr(DareConfig, name)
+    users: list[str] = []
+    if name in DROP_SETTINGS:
+        users = [drop for drop in DROPS if name in DROPS[drop].settings]
+        default = getattr(Thinning, name)
+    elif row.group == Group.METHOD:
+        users = [method for method in METHODS if name in METHODS[method].settings]
+        default = find_default(name, users)
+    prefix = f"{', '.join(users)}: " if users else ""
+    value = f"{default:g}" if is_number(default) else default
+    shown = "" if default is None or default is False else f" (default {value})"
+    return f"{prefix}{row.help}{shown}"
 
 
 class Chooser:

@@ -1,114 +1,92 @@
-"""The settings: what each must be, in words and as a test; gradients, which are numbers that change
-over the layers of a model; and rules that set some of them.
+"""A setting is one row: a field of a dataclass that also says what it must be, what it does, and
+where it may stand. Checks, flags, keys in TOML, recipes and searches follow from it.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
-from decimal import Decimal
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from enum import StrEnum
 from functools import lru_cache
-from typing import Any, Final, TypeAlias, TypeGuard
+from typing import Any, Final
 
+from darelib.config.values import (
+    RATIO,
+    SWITCH,
+    Check,
+    Number,
+    above,
+    as_toml,
+    at_least,
+    below,
+    freeze,
+    is_number,
+    list_of,
+    number,
+    one_or_each,
+    word,
+)
 from darelib.core.drops import DROPS, RESCALES
-from darelib.core.formats import DTYPES, SHORT_DTYPES
 from darelib.core.text import ConfigError, as_text, nearest
 from darelib.methods import METHODS
 from darelib.methods.settings import BASE, ZERO
 
-SIZE_UNITS: Final = {"": 1, "B": 1} | {
-    f"{letter}{ending}": base**power
-    for power, letter in enumerate("KMGT", 1)
-    for ending, base in (("B", 1000), ("IB", 1024))
-}
-# A smaller size that names no unit was meant in another one: nobody wants files of five bytes.
-LEAST_BARE_SIZE: Final = 1000
-# The first part of a dotted name that is a number, and what is before it; no model has a billion
-# layers.
-LAYER: Final = re.compile(r"(.*?\.)??([0-9]{1,9})(?:\.|\Z)", re.DOTALL)
+# Of changes that are no product of matrices, where an adapter is written.
+SAVE: Final = "save"
+LEAVE_OUT: Final = "leave-out"
 
-MAX_NUMBERS: Final = 1000  # of a gradient: each of them is checked, and models have fewer layers
+
+class Group(StrEnum):
+    """The headings of --help, in its order."""
+
+    MODELS = "models"
+    MAIN = "main settings"
+    DROP = "what is dropped"
+    METHOD = "methods"
+    ADAPTERS = "adapters"
+    IMAGES = "image models"
+    MISFITS = "models that do not fit their base"
+    OUTPUT = "what is written"
+    MACHINES = "several machines"
+    RUN = "this run"
+
+
+class Decides(StrEnum):
+    """What of an output depends on a setting: recipes leave out only what decides nothing."""
+
+    TENSORS = "tensors"
+    FILES = "files"  # into which a directory's tensors are divided
+    NOTHING = "nothing"
 
 
 @dataclass(frozen=True)
-class Gradient:
-    """A number that changes over the layers: these at even distances, and lines between them."""
+class Row:
+    """All about a setting but its name, its type and its default, which its field has."""
 
-    numbers: tuple[float, ...]
-
-    def __repr__(self) -> str:
-        return f"{{gradient = {list(self.numbers)}}}"
-
-    def at(self, depth: float) -> float:
-        """Its value at a depth from 0, the first layer, to 1, the last."""
-        place = depth * (len(self.numbers) - 1)
-        share = place % 1
-        low = self.numbers[int(place)]
-        high = self.numbers[min(int(place) + 1, len(self.numbers) - 1)]
-        return (1 - share) * low + share * high
+    check: Check
+    help: str  # of its flag, which also names the methods or drops that use it, and its default
+    group: Group
+    metavar: str = "X"
+    flag: str = ""  # where it is not spelled like the name
+    searched: bool = False  # whether a search may choose it, though rules may not set it
+    decides: Decides = Decides.TENSORS
 
 
-def freeze(value: Any) -> Any:
-    """A setting with tuples for lists and Gradients for tables like {gradient = [0.9, 0.5]}.
-
-    Numbers and arrays of NumPy become Python's.
+def setting(check: Check, help: str, group: Group, *, default: Any = None, **others: Any) -> Any:
+    """The field of a setting. Where it may stand: in a rule, if the field is one of Settings; as a
+    gradient or one for each model, if its check accepts that.
     """
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, dict) and value.keys() == {"gradient"}:
-        numbers = freeze(value["gradient"])
-        is_right = isinstance(numbers, tuple) and 0 < len(numbers) <= MAX_NUMBERS
-        return Gradient(numbers) if is_right else value
-    return tuple(map(freeze, value)) if isinstance(value, list | tuple) else value
+    return field(default=default, metadata={"row": Row(check, help, group, **others)})
 
 
-def value_at(value: Any, depth: float) -> Any:
-    if isinstance(value, tuple):
-        return tuple(value_at(entry, depth) for entry in value)
-    return value.at(depth) if isinstance(value, Gradient) else value
-
-
-def find_depths(value: Any) -> set[float]:
-    """Where the lines of a setting meet: between those, it is straight."""
-    if isinstance(value, tuple):
-        return {depth for entry in value for depth in find_depths(entry)}
-    steps = len(value.numbers) - 1 if isinstance(value, Gradient) else 0
-    return {k / steps for k in range(steps + 1)} if steps else {0.0}
-
-
-def count_layers(names: Iterable[str]) -> dict[str, int]:
-    """How many layers there are of each kind: by what is before the number in a tensor's name."""
-    counts: dict[str, int] = {}
-    for match in filter(None, map(LAYER.match, names)):
-        kind, number = match.groups()
-        counts[kind] = max(counts.get(kind, 0), int(number) + 1)
-    return counts
-
-
-def depth_of(name: str, layers: Mapping[str, int]) -> float:
-    """How deep a tensor is: from 0 in the first layer to 1 in the last; 0 outside of the layers."""
-    match = LAYER.match(name)
-    if not match or match[1] not in layers:
-        return 0.0
-    last = layers[match[1]] - 1
-    return int(match[2]) / last if last else 1.0
-
-
-# A number, or one that changes over the layers: {"gradient": [0.9, 0.5, 0.9]}.
-Number: TypeAlias = float | Gradient | Mapping[str, Sequence[float]]
-
-
-@dataclass(frozen=True)
-class Check:
-    wanted: str  # in words
-    accepts: Callable[[Any], bool]
-    choices: tuple[str, ...] = ()  # the words that it may be, where it is one
-    per_model: bool = False  # whether there may be one for each model
-    searched: bool = True  # whether a search may choose it
+def list_rows(holder: type) -> dict[str, Row]:
+    """The rows of a dataclass, by name. A field that gives only another default keeps its row."""
+    classes = [base for base in reversed(holder.__mro__) if is_dataclass(base)]
+    entries = [entry for base in classes for entry in fields(base)]
+    return {entry.name: entry.metadata["row"] for entry in entries if entry.metadata}
 
 
 @contextmanager
@@ -120,188 +98,40 @@ def naming(where: str) -> Iterator[None]:
         raise ConfigError(f"{where}{error}", error.hint) from None
 
 
-def is_number(value: object) -> TypeGuard[float]:
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and abs(value) <= sys.float_info.max
-    )
-
-
-def is_count(value: object, least: int) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 63
-
-
-def parse_size(given: object) -> int:
-    """Bytes, from a number of them or a text like 5GB (by 1000) or 4.5GiB (by 1024); 0: neither."""
-    if isinstance(given, str):
-        parts = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]*)", given.strip())
-        return int(Decimal(parts[1]) * SIZE_UNITS.get(parts[2].upper(), 0)) if parts else 0
-    return given if is_count(given, 1) else 0
-
-
-def is_size(value: object) -> bool:
-    has_unit = re.search("[A-Za-z]", str(value))
-    return parse_size(value) >= (1 if has_unit else LEAST_BARE_SIZE)
-
-
-def names_part(value: object) -> bool:
-    """Whether it says what names begin with, in text, which a recipe can hold."""
-    texts = [*value, *value.values()] if isinstance(value, Mapping) else [value]
-    return bool(value) and all(isinstance(text, str) and text == as_text(text) for text in texts)
-
-
-def _word(choices: tuple[str, ...]) -> Check:
-    return Check(f"one of {', '.join(choices)}", lambda value: value in choices, choices)
-
-
-def _number(range_in_words: str, accepts: Callable[[float], bool]) -> Check:
-    def accepts_all(value: object) -> bool:
-        numbers = value.numbers if isinstance(value, Gradient) else (value,)
-        return all(is_number(number) and accepts(number) for number in numbers)
-
-    return Check(f"a number{range_in_words}", accepts_all)
-
-
-def _one_or_each(one: Check, kind: str) -> Check:
-    def accepts(value: object) -> bool:
-        values = value if isinstance(value, tuple) else (value,)
-        return len(values) > 0 and all(map(one.accepts, values))
-
-    return Check(
-        f"{one.wanted}, or one such {kind} per model", accepts, one.choices, per_model=True
-    )
-
-
-_FLAG: Final = Check("true or false", lambda value: isinstance(value, bool))
-_ANY: Final = _number("", lambda _: True)
-_RATIO: Final = _number(" above 0 and at most 1", lambda ratio: 0 < ratio <= 1)
-_SHARES: Final = _one_or_each(
-    _number(" from 0 up to but not including 1", lambda share: 0 <= share < 1), "number"
-)
-# Of an adapter that is written: as many ranks as its inputs have together; and what happens to
-# changes that are no product of matrices.
-FULL: Final = "full"
-SAVE: Final = "save"
-LEAVE_OUT: Final = "leave-out"
-# The noise of the masks, and what does not change what is merged, is nothing to search for.
-CHECKS: Final = {
-    "method": _word(tuple(METHODS)),
-    "drop_rate": _SHARES,
-    "drop": _one_or_each(_word(tuple(DROPS)), "word"),
-    "gamma": _SHARES,
-    "epsilon": _one_or_each(
-        _number(" from 0 up to but not including 0.5", lambda e: 0 <= e < 0.5), "number"
-    ),
-    "weights": Check(
-        "a list of numbers, one per model",
-        lambda value: isinstance(value, tuple) and _one_or_each(_ANY, "number").accepts(value),
-        per_model=True,
-    ),
-    "normalize": _FLAG,
-    "origin": _word((BASE, ZERO)),
-    "lambda_coeff": _ANY,
-    "rescale": Check(
-        f"one of {', '.join(RESCALES)}, or true or false",
-        lambda value: isinstance(value, bool) or value in RESCALES,
-        RESCALES,
-    ),
-    "rescale_q": _one_or_each(_RATIO, "number"),
-    "keep_ratio": _RATIO,
-    "slerp_t": _number(" from 0 to 1", lambda t: 0 <= t <= 1),
-    "swap_t": _number(" from 0 up", lambda t: t >= 0),
-    "boost": _number(" from 0 up", lambda boost: boost >= 0),
-    "boost_limit": _number(" from 0 up", lambda limit: limit >= 0),
-    "ridge": _number(" above 0", lambda ridge: ridge > 0),
-    "norm_limit": _number(" from 0 up", lambda limit: limit >= 0),
-    "max_iter": Check(
-        "a whole number from 0 up",
-        lambda value: is_number(value) and value >= 0 and float(value).is_integer(),
-        searched=False,
-    ),
-    "tol": Check("a number above 0", lambda value: is_number(value) and value > 0, searched=False),
-    "scale": _ANY,
-    "threshold": _number(" from 0 up", lambda threshold: threshold >= 0),
-    "dtype": replace(
-        _word((*DTYPES, *SHORT_DTYPES)),
-        wanted=f"one of {', '.join(DTYPES)} (or {', '.join(SHORT_DTYPES)})",
-    ),
-    "keep_fp8": replace(_FLAG, searched=False),
-    "adapter_rank": Check(
-        "a whole number from 1 up, a share of the energy between 0 and 1, or full",
-        lambda value: (
-            value == FULL
-            or (is_number(value) and (0 < value < 1 or (value >= 1 and float(value).is_integer())))
-        ),
-        (FULL,),
-        searched=False,
-    ),
-    "adapter_rest": replace(_word((SAVE, LEAVE_OUT)), searched=False),
-    "components": Check(
-        "a list of names of folders",
-        lambda value: (
-            isinstance(value, tuple)
-            and value != ()
-            and all(name == as_text(name) for name in value)
-        ),
-        searched=False,
-    ),
-    "mismatch": _word(("error", "overlap", "base")),
-    "any_base": replace(_FLAG, searched=False),
-    "part_of": Check(
-        "the start of names, or a table of such, by those that they replace",
-        names_part,
-        searched=False,
-    ),
-    "max_shard_size": Check(
-        f"a size like 5GB or 500MiB, or a number of bytes from {LEAST_BARE_SIZE} up",
-        is_size,
-        searched=False,
-    ),
-    "delta_threshold": Check(
-        "a number above 0", lambda value: is_number(value) and value > 0, searched=False
-    ),
-    "seed": Check(
-        "a whole number from 0 to 2^63 - 1", lambda value: is_count(value, 0), searched=False
-    ),
-    "threads": Check("a whole number from 1 up", lambda value: is_count(value, 1), searched=False),
-    "engine": replace(_word(("auto", "numba", "plain")), searched=False),
-    "verbose": replace(_FLAG, searched=False),
-}
-SWEEP_SETTINGS: Final = tuple(name for name, check in CHECKS.items() if check.searched)
-PER_MODEL: Final = tuple(name for name, check in CHECKS.items() if check.per_model)
-
-
-def check_setting(name: str, value: Any, where: str) -> None:
+def check_value(check: Check, value: Any, where: str) -> None:
     """Refuse a value that a setting cannot have. where: what to call the setting."""
-    check = CHECKS[name]
     if not check.accepts(freeze(value)):
-        hint = "--help says what it does"
-        if isinstance(value, str) and check.choices:
+        hint = check.hint(value)
+        if isinstance(value, str) and check.choices and not hint:
             hint = nearest(value.lower(), check.choices)
-            if "8" in value and name == "dtype":
-                hint = "--keep-fp8 writes FP8 again; else write bfloat16, and quantise the result"
-        elif name == "drop_rate" and is_number(value) and 2 <= value < 100:
-            hint = f"it is a share: {value:g}% are {value / 100:g}"
-        raise ConfigError(f"{where} must be {check.wanted}, not {value!r}", hint)
+        raise ConfigError(
+            f"{where} must be {check.wanted}, not {value!r}", hint or "--help says what it does"
+        )
 
 
-def check_fields(holder: Any) -> None:
+def check_fields(holder: Any, rows: Mapping[str, Row]) -> None:
     """Check all settings of a frozen dataclass, and store them frozen too."""
-    for field in fields(holder):
-        value = getattr(holder, field.name)
-        if field.name in CHECKS and (value is not None or field.default is not None):
-            check_setting(field.name, value, field.name)
-        object.__setattr__(holder, field.name, freeze(value))
+    for entry in fields(holder):
+        value = getattr(holder, entry.name)
+        if entry.name in rows and (value is not None or entry.default is not None):
+            check_value(rows[entry.name].check, value, entry.name)
+        object.__setattr__(holder, entry.name, freeze(value))
 
 
-def as_toml(value: Any) -> Any:
-    """A setting as in TOML, with numbers as floats, so that 1 and 1.0 make the same recipe."""
-    if isinstance(value, Gradient):
-        return {"gradient": as_toml(value.numbers)}
-    if isinstance(value, tuple):
-        return [as_toml(entry) for entry in value]
-    return float(value) if is_number(value) else value
+def hint_at_share(value: Any) -> str:
+    is_percentage = is_number(value) and 2 <= value < 100
+    return f"it is a share: {value:g}% are {value / 100:g}" if is_percentage else ""
+
+
+def hint_at_fp8(value: Any) -> str:
+    is_fp8 = isinstance(value, str) and "8" in value
+    return "--keep-fp8 writes FP8 again; else write bfloat16, and quantise the result" * is_fp8
+
+
+# The methods that drop something by default.
+RATES: Final = ", ".join(
+    f"{name} {method.drop_rate:g}" for name, method in METHODS.items() if method.drop_rate
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,48 +140,117 @@ class Settings:
     the method or the drop has by default.
     """
 
-    # How the thinned deltas are combined: linear, ties, slerp, ram, wudi, model_stock, nuslerp,
-    # multislerp, karcher, nearswap, sce, ramplus or arcee_fusion; passthrough takes no models.
-    method: str | None = None
-    # Share of each delta to drop; one for all models, or one per model.
-    drop_rate: Number | Sequence[Number] | None = None
-    # What to drop: random, magnitude, breadcrumbs or della; one, or one per model.
-    drop: str | Sequence[str] | None = None
-    # breadcrumbs: share of the largest to drop; None: 0.01.
-    gamma: Number | Sequence[Number] | None = None
-    # della: keep with 1 - drop_rate +- this, by size; None: 0.15.
-    epsilon: Number | Sequence[Number] | None = None
-    # Of what is kept: expectation (True), l1, none (False); None: by drop.
-    rescale: bool | str | None = None
-    # DAREx-q: divide by this instead of by the keep rate.
-    rescale_q: Number | Sequence[Number] | None = None
-    # None: 1/n each, or equal shares where ties normalizes.
-    weights: Sequence[Number] | None = None
-    # Divide by the sum of the weights (ties: of those that agree); None: ties and multislerp only.
-    normalize: bool | None = None
-    # What is combined: base (the models' deltas) or zero (their values); None: by method.
-    origin: str | None = None
-    # Scale of the merged delta.
-    lambda_coeff: Number | None = None
-    # ties, sce: share of the entries to keep, of those that survived or that differ; None: all.
-    keep_ratio: Number | None = None
-    # slerp: position between the two models; None: 0.5.
-    slerp_t: Number | None = None
-    # nearswap: how far an entry may move; None: 0.0001.
-    swap_t: Number | None = None
-    # ram, ramplus: a model changes an entry if |delta| is at least this; None: 1e-5.
-    threshold: Number | None = None
-    # ramplus: what only one model changes is multiplied by 1 + boost * (entries that it shares /
-    # entries that are its own, at most boost_limit); None: 0.1 and 0.2.
-    boost: Number | None = None
-    boost_limit: Number | None = None
-    # wudi: a small one keeps the models' deltas apart, a large one averages them; None: 1.
-    ridge: Number | None = None
-    # wudi: the merged delta has at most so many times the mean size of the models'; None: 1.5;
-    # 0: it is not resized.
-    norm_limit: Number | None = None
-    # passthrough, which takes no models: what the base is multiplied by; None: 1.
-    scale: Number | None = None
+    method: str | None = setting(
+        word(*METHODS), f"how to combine the deltas: {', '.join(METHODS)}", Group.MAIN,
+        metavar="NAME",
+    )  # fmt: skip
+    drop_rate: Number | Sequence[Number] | None = setting(
+        one_or_each(below(1, hint_at_share)),
+        "share of each delta to drop, 0 <= P < 1; one, or one per model "
+        f"(default: {RATES}, else 0)",
+        Group.MAIN,
+        metavar="P",
+    )
+    drop: str | Sequence[str] | None = setting(
+        one_or_each(word(*DROPS), "word"),
+        f"{', '.join(DROPS)}; one, or one per model",
+        Group.DROP,
+        metavar="NAME",
+    )
+    gamma: Number | Sequence[Number] | None = setting(
+        one_or_each(below(1)), "share of the largest entries to drop as well", Group.DROP,
+        metavar="G",
+    )  # fmt: skip
+    epsilon: Number | Sequence[Number] | None = setting(
+        one_or_each(below(0.5)),
+        "keep rates from 1 - P - E (smallest of a row) to 1 - P + E",
+        Group.DROP,
+        metavar="E",
+    )
+    rescale: bool | str | None = setting(
+        replace(
+            word(*RESCALES),
+            wanted=f"one of {', '.join(RESCALES)}, or true or false",
+            accepts=lambda value: isinstance(value, bool) or value in RESCALES,
+        ),
+        "expectation (divide by the keep rate), l1 (restore the sum of |delta|) or none "
+        "(default: by drop)",
+        Group.DROP,
+        metavar="HOW",
+    )
+    rescale_q: Number | Sequence[Number] | None = setting(
+        one_or_each(RATIO),
+        "DAREx-q: divide by Q, not by 1 - P",
+        Group.DROP,
+        metavar="Q",
+    )
+    weights: Sequence[Number] | None = setting(
+        replace(list_of("numbers, one per model", number()), per_model=True),
+        "one per model (default: equal)",
+        Group.MAIN,
+        metavar="W",
+    )
+    normalize: bool | None = setting(
+        SWITCH,
+        "divide by the sum of the weights (default: by method)",
+        Group.METHOD,
+    )
+    origin: str | None = setting(
+        word(BASE, ZERO),
+        "combine deltas (base) or whole weights (zero) (default: by method)",
+        Group.METHOD,
+        metavar="NAME",
+    )
+    lambda_coeff: Number | None = setting(
+        number(), "scale of the merged delta", Group.MAIN, flag="--lambda"
+    )
+    keep_ratio: Number | None = setting(
+        RATIO,
+        "share of entries to keep: the largest, or (sce) the most different",
+        Group.METHOD,
+        metavar="R",
+    )
+    slerp_t: Number | None = setting(
+        number(" from 0 to 1", lambda t: 0 <= t <= 1),
+        "position between the two models",
+        Group.METHOD,
+        metavar="T",
+    )
+    swap_t: Number | None = setting(
+        at_least(0), "how far an entry may move", Group.METHOD, metavar="T"
+    )
+    threshold: Number | None = setting(
+        at_least(0), "a smaller |delta| counts as none", Group.METHOD
+    )
+    boost: Number | None = setting(
+        at_least(0),
+        "multiply entries of only one model by 1 + R * shared / own entries",
+        Group.METHOD,
+        metavar="R",
+    )
+    boost_limit: Number | None = setting(
+        at_least(0), "limit of shared / own entries", Group.METHOD, metavar="A"
+    )
+    ridge: Number | None = setting(
+        above(0), "small keeps deltas apart, large averages them", Group.METHOD
+    )
+    norm_limit: Number | None = setting(
+        at_least(0),
+        "merged delta's size, at most X times the models' mean; 0: as it is",
+        Group.METHOD,
+    )
+    scale: Number | None = setting(number(), "multiply the base's weights by X", Group.METHOD)
+
+
+# What a rule may set for the tensors that it matches.
+RULE_ROWS: Final = list_rows(Settings)
+RULE_SETTINGS: Final = tuple(RULE_ROWS)
+
+
+def list_given(holder: object, names: Iterable[str]) -> dict[str, Any]:
+    """Those of some settings that a configuration or a rule has."""
+    values = {name: getattr(holder, name, None) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -369,8 +268,8 @@ class Rule(Settings):
                 "match must be a pattern or a list of patterns", 'like match = ["*lm_head*"]'
             )
         object.__setattr__(self, "match", match)
-        check_fields(self)
-        if not list_given(self):
+        check_fields(self, RULE_ROWS)
+        if not list_given(self, RULE_SETTINGS):
             raise ConfigError("it sets nothing", f"give it one of {', '.join(RULE_SETTINGS)}")
 
     @classmethod
@@ -390,23 +289,11 @@ class Rule(Settings):
             return cls(**{"match": (), **table})
 
     def as_table(self) -> dict[str, Any]:
-        settings = {name: as_toml(value) for name, value in list_given(self).items()}
-        return {"match": list(self.match), **settings}
+        settings = list_given(self, RULE_SETTINGS)
+        return {"match": list(self.match)} | {name: as_toml(settings[name]) for name in settings}
 
     def matches(self, name: str) -> bool:
         return _compile_globs(self.match)(name) is not None
-
-
-# What a rule may set for the tensors that it matches.
-RULE_SETTINGS: Final = tuple(field.name for field in fields(Settings))
-# What says how a tensor is merged.
-TENSOR_SETTINGS: Final = ("max_iter", "tol", *RULE_SETTINGS)
-
-
-def list_given(holder: object) -> dict[str, Any]:
-    """What a configuration or a rule sets for its tensors."""
-    values = {name: getattr(holder, name, None) for name in TENSOR_SETTINGS}
-    return {name: value for name, value in values.items() if value is not None}
 
 
 @lru_cache(4096)

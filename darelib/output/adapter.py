@@ -15,7 +15,8 @@ import numpy as np
 
 from darelib import __version__
 from darelib.config import DareConfig
-from darelib.config.settings import FULL, LEAVE_OUT
+from darelib.config.settings import LEAVE_OUT
+from darelib.config.values import FULL
 from darelib.core.formats import DTYPES
 from darelib.core.text import ConfigError, DareError, count_of, list_names
 from darelib.core.tuning import TUNING
@@ -93,7 +94,6 @@ def plan_adapter(
     inputs: Sequence[Checkpoint],
     destination: Destination,
     tokenizer: TokenizerChoice,
-    version: str = __version__,
     with_side_files: bool = True,
 ) -> FilePlan:
     """What of the merge goes where. Ranks that depend on the changes are the largest there can be.
@@ -101,7 +101,7 @@ def plan_adapter(
     with_side_files: as plan_files has it; here they are few, and always made.
     """
     check_adapter(inputs, destination, tokenizer)
-    whole = plan_files(config, inputs, destination, tokenizer, version, with_side_files=False)
+    whole = plan_files(config, inputs, destination, tokenizer, with_side_files=False)
     changed = [tensor for tensor in whole.tensors if is_changed(tensor, inputs)]
     if not changed:
         raise DareError(
@@ -364,7 +364,7 @@ def place_factors(plan: FilePlan, inputs: Sequence[Checkpoint]) -> FilePlan:
         ADAPTER_CONFIG: table,
         CARD_FILE: model_card(plan.config, inputs, plan.recipe, CARD_KIND).encode(),
     }
-    add_recipe(side, plan.config, inputs, plan.version, TokenizerChoice(), files)
+    add_recipe(side, plan.config, inputs, __version__, TokenizerChoice(), files)
     return dataclasses.replace(plan, side=dict(sorted(side.items())))
 
 

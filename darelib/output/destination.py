@@ -28,7 +28,6 @@ from darelib.models.tensorfile import (
     open_regular,
     peek_header,
 )
-from darelib.output.files import explain_difference
 
 RECIPE_KEY: Final = "dare_recipe"  # in the metadata of a file of tensors
 # Of a recipe: who made an output, and what came out, but not how it was made.
@@ -257,3 +256,26 @@ def list_files(folder: Path) -> list[str]:
 
 def is_weights(name: str) -> bool:
     return name.endswith(WEIGHT_SUFFIXES) or VARIANT.fullmatch(Path(name).name) is not None
+
+
+def explain_difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> str:
+    """What distinguishes two merges, by their identities: in words, or "" if they are the same."""
+    for key in dict.fromkeys([*new, *old]):
+        name = prefix + key
+        before, now = old.get(key), new.get(key)
+        if before == now:
+            continue
+        if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+            before, now = map(number, (before, now))
+        if isinstance(before, dict) and isinstance(now, dict):
+            return explain_difference(before, now, f"{name}.")
+        return f"its {name} is {before!r}, not {now!r}"
+    return ""
+
+
+def number(values: list[Any]) -> dict[str, Any]:
+    """What a list holds, by its place and, of what belongs to a file, also the file's name."""
+    return {
+        f"{k} ({each['file']})" if isinstance(each, dict) and "file" in each else str(k): each
+        for k, each in enumerate(values)
+    }

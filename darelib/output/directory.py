@@ -232,7 +232,7 @@ def recipe_text(
     """
     import tomli_w
 
-    dare = config.recipe_settings()
+    dare = config.recipe_settings(directory=files is not None)
     base, *others = [describe_source(model.source) for model in inputs]
     models: dict[str, Any] = {"base_file": base, "merge_files": others}
     recipe: dict[str, Any] = {
@@ -249,7 +249,6 @@ def recipe_text(
         models["tokenizer"] = tokenizer.settings.get("tokenizer", tokenizer.name)
     if files is not None:
         models |= tokenizer.settings
-        dare["max_shard_size"] = config.max_shard_size
         recipe["files"] = dict(files)
     if packed:
         recipe["packed"] = True

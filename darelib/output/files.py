@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from darelib.core.text import DareError
 from darelib.core.tuning import TUNING
 from darelib.models.tensorfile import BINARY, SEEK_LOCK, open_regular
+from darelib.output.destination import Destination, explain_difference
 
 if TYPE_CHECKING:
-    from darelib.output.destination import Destination
     from darelib.plan.tensorplan import PlannedFile
 
 # In the folder beside the destination: the lock, and a folder of the merge's own with the new model
@@ -258,29 +258,6 @@ def read_journals(folder: Path, identity: dict[str, Any]) -> list[Journal]:
                 "give the same models and settings; or remove it, as a merge without --resume does",
             )
     return journals
-
-
-def explain_difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> str:
-    """What distinguishes two merges, by their identities: in words, or "" if they are the same."""
-    for key in dict.fromkeys([*new, *old]):
-        name = prefix + key
-        before, now = old.get(key), new.get(key)
-        if before == now:
-            continue
-        if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
-            before, now = map(number, (before, now))
-        if isinstance(before, dict) and isinstance(now, dict):
-            return explain_difference(before, now, f"{name}.")
-        return f"its {name} is {before!r}, not {now!r}"
-    return ""
-
-
-def number(values: list[Any]) -> dict[str, Any]:
-    """What a list holds, by its place and, of what belongs to a file, also the file's name."""
-    return {
-        f"{k} ({each['file']})" if isinstance(each, dict) and "file" in each else str(k): each
-        for k, each in enumerate(values)
-    }
 
 
 class Files:

@@ -94,7 +94,6 @@ class FilePlan(MergePlan):
     replaces: int = 0  # bytes of what is at that place
     # Of an adapter: the matrices that become factors, by tensor. Its other tensors are held whole.
     modules: Mapping[str, Module] = dataclasses.field(default_factory=dict)
-    version: str = __version__  # that the recipe names
 
     @property
     def own_recipe(self) -> str:
@@ -182,7 +181,6 @@ def plan_files(
     inputs: Sequence[Checkpoint],
     destination: Destination,
     tokenizer: TokenizerChoice,
-    version: str = __version__,
     with_side_files: bool = True,
 ) -> FilePlan:
     """What goes where. with_side_files: also what a model directory has besides its tensors."""
@@ -198,7 +196,7 @@ def plan_files(
             f"{inputs[0].name!r} is a pipeline of several models, and the output is one file",
             "name a directory; `convert` makes one file of that",
         )
-    recipe = recipe_text(plan.config, inputs, version, tokenizer)
+    recipe = recipe_text(plan.config, inputs, __version__, tokenizer)
     limit = parse_size(config.max_shard_size) if destination.directory else sys.maxsize
     name = None if destination.directory else destination.path.name
     metadata = recipe_metadata(recipe)
@@ -220,21 +218,18 @@ def plan_files(
         output=destination,
         tokenizer=tokenizer,
         recipe=recipe,
-        version=version,
     )
     if not with_side_files:
         return placed
     warnings = [*plan.warnings, *compare_tokenizers(tokenizer, inputs, destination.directory)]
     side: SideFiles = {}
     if destination.directory:
-        side, notes = make_side_files(placed, inputs, version)
+        side, notes = make_side_files(placed, inputs)
         warnings += notes
     return dataclasses.replace(placed, side=side, warnings=tuple(warnings))
 
 
-def make_side_files(
-    plan: FilePlan, inputs: Sequence[Checkpoint], version: str
-) -> tuple[SideFiles, list[str]]:
+def make_side_files(plan: FilePlan, inputs: Sequence[Checkpoint]) -> tuple[SideFiles, list[str]]:
     """What a model directory has besides its tensors, and what to say about it."""
     base = inputs[0]
     # Encodings that are not kept, with what goes with them.
@@ -275,7 +270,7 @@ def make_side_files(
     is_diffusers = base.components or DIFFUSERS_STEM in base.stems.values()
     kind = DIFFUSERS_CARD if is_diffusers else MODEL_CARD
     side[CARD_FILE] = model_card(plan.config, inputs, plan.recipe, kind).encode()
-    add_recipe(side, plan.config, inputs, version, plan.tokenizer, plan.files)
+    add_recipe(side, plan.config, inputs, __version__, plan.tokenizer, plan.files)
     return dict(sorted(side.items())), notes
 
 

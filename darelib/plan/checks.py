@@ -5,8 +5,7 @@ whose weights show that the models were not fine-tuned from them.
 from collections.abc import Sequence
 from typing import Final
 
-from darelib.config import DareConfig
-from darelib.config.settings import LAYER
+from darelib.config import LAYER, DareConfig
 from darelib.core.drops import RANDOM
 from darelib.core.formats import FORMATS, is_counted
 from darelib.core.text import ConfigError, DareError, count_of, list_names, nearest

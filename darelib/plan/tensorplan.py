@@ -16,7 +16,7 @@ from darelib.methods.looks import Found, Look
 from darelib.methods.settings import BASE, TensorSettings
 from darelib.models.directories import OWN_STEM
 from darelib.models.encodings import Encoding, TensorInfo
-from darelib.models.tensorfile import header_bytes
+from darelib.models.tensorfile import header_bytes, parse_header
 
 
 @dataclass(frozen=True, slots=True)  # there may be very many
@@ -147,6 +147,12 @@ class PlannedFile:
     name: str
     header: bytes
     size: int
+
+    def replace_metadata(self, metadata: Mapping[str, str]) -> Self:
+        data = self.size - len(self.header)
+        tensors, _ = parse_header(self.header[8:].decode(), 0, data)
+        header = header_bytes(tensors, metadata)
+        return replace(self, header=header, size=len(header) + data)
 
 
 def assign_offsets(

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from darelib.config import CHECKS, RULE_SETTINGS, SWEEP_SETTINGS, Rule, check_setting, naming
+from darelib.config import RULE_SETTINGS, SETTINGS, SWEEP_SETTINGS, Rule, check_setting, naming
 from darelib.core.mask import MASK_NAME
 from darelib.core.text import ConfigError, DareError
 from darelib.core.tomlfile import MAX_TOML, TOO_LONG, read_toml
@@ -16,7 +16,7 @@ YAML_SUFFIXES: Final = (".yaml", ".yml")  # of mergekit's configurations
 # The keys that each table of a configuration may have. [recipe] is there so that a recipe is itself
 # a configuration.
 TABLES: Final[dict[str, tuple[str, ...]]] = {
-    "dare": tuple(CHECKS),
+    "dare": tuple(SETTINGS),
     "models": ("base_file", "merge_files", "output_file", "tokenizer", "chat_template"),
     "rules": ("match", *RULE_SETTINGS),
     "sweep": (*SWEEP_SETTINGS, "rules"),

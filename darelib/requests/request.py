@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from darelib.config import CHECKS, Rule, check_setting
+from darelib.config import SETTINGS, Rule, check_setting, name_flag
 from darelib.core.text import ConfigError, list_names, nearest
 from darelib.core.tomlfile import read_toml
 from darelib.models.source import Source
@@ -79,11 +79,10 @@ def explain_key(key: str, known: Collection[str]) -> str:
 def layer_flags(request: Request, flags: Mapping[str, Any]) -> Request:
     """Flags over a configuration. Rules given by flags come before those of the file, and win."""
     dare = dict(request.dare)
-    for name in filter(flags.__contains__, CHECKS):
+    for name in filter(flags.__contains__, SETTINGS):
         value = flags[name]
-        # One number is for all models; these are a list even of one.
-        if isinstance(value, list) and len(value) == 1 and name not in ("weights", "components"):
-            [value] = value
+        if isinstance(value, list) and len(value) == 1 and not SETTINGS[name].check.is_list:
+            [value] = value  # which is for all models
         check_setting(name, value, name_flag(name))
         dare[name] = value
     names = ("tokenizer", "chat_template")
@@ -100,10 +99,6 @@ def layer_flags(request: Request, flags: Mapping[str, Any]) -> Request:
         dare |= bake(dare, flags.keys(), len(changes.get("merge", request.merge)))
         check_baked(rules)
     return replace(request, dare=dare, rules=rules, **changes)
-
-
-def name_flag(setting: str) -> str:
-    return f"--{setting.removesuffix('_coeff').replace('_', '-')}"
 
 
 def bake(dare: Mapping[str, Any], flags: Collection[str], count: int) -> dict[str, Any]:

@@ -21,8 +21,7 @@ from darelib.core.text import ConfigError, DareError, install_hint, progress
 from darelib.core.tuning import TUNING, raise_open_file_limit
 from darelib.models.inputs import explain_read_errors, open_models
 from darelib.models.source import Source
-from darelib.output.destination import Destination
-from darelib.output.files import explain_difference
+from darelib.output.destination import Destination, explain_difference
 from darelib.output.prepare import FilePlan, plan_files
 from darelib.output.publish import Output
 from darelib.output.tokenizer import TokenizerChoice

@@ -5,7 +5,7 @@ from typing import Final
 from darelib.commands.options import (
     FORCE,
     PLOT,
-    SETTINGS,
+    SHARED,
     WRITE_CONFIG,
     Flags,
     MergerClass,
@@ -16,7 +16,7 @@ from darelib.commands.options import (
 from darelib.core.text import LOG, ConfigError, print_result
 
 OPTIONS: Final[Options] = {
-    **SETTINGS,
+    **SHARED,
     "--full": {
         "action": "store_true",
         "help": "also show layers, what low ranks would keep, and each pair of models",
@@ -31,7 +31,7 @@ OPTIONS: Final[Options] = {
 
 def run(flags: Flags, merger_class: MergerClass) -> None:
     merger, request = make_merger(flags, merger_class)
-    from darelib.commands.analyze.analysis import check_places, write_suggestion
+    from darelib.commands.analyze.analysis import AnalysisReport, check_places, write_suggestion
     from darelib.requests.configfile import STDOUT, pin_models
 
     plot = flags.get("plot")
@@ -43,6 +43,7 @@ def run(flags: Flags, merger_class: MergerClass) -> None:
     request = pin_models(request)  # what is written is what is analyzed
     merger = merger_for(request, merger_class)
     report = merger.analyze()
+    assert isinstance(report, AnalysisReport)
     try:
         if suggestion is not None:
             write_suggestion(report, request, suggestion)

@@ -9,7 +9,7 @@ from glob import escape
 from typing import Any, Final, NamedTuple, Self
 
 from darelib.commands.analyze.measure import DeltaStats, ModelAnalysis, PairAnalysis, kind_of
-from darelib.config import CHECKS, DareConfig, Gradient, Rule, as_toml
+from darelib.config import SETTINGS, DareConfig, Gradient, Rule, as_toml
 from darelib.core.drops import DROP_SETTINGS
 from darelib.core.text import clip
 from darelib.core.tuning import TUNING
@@ -246,7 +246,7 @@ def keep_settings(given: DareConfig | Rule, config: DareConfig, case: Case) -> d
     method = METHODS[given.method or config.method]
     advised = METHODS[case.method]
     kept = {}
-    for name in CHECKS:
+    for name in SETTINGS:
         value = getattr(given, name, None)
         fits = name not in METHOD_SETTINGS or (method is advised and name in advised.settings)
         if fits and name not in REPLACED and value is not None:

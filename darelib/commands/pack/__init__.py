@@ -5,7 +5,7 @@ from typing import Final
 from darelib.commands.options import (
     FORCE,
     RESUME,
-    SETTINGS,
+    SHARED,
     Flags,
     MergerClass,
     Options,
@@ -31,7 +31,7 @@ CHANGES: Final[Options] = {
     "--engine": {},
 }
 OPTIONS: Final[Options] = {
-    **{name: SETTINGS[name] | changes for name, changes in CHANGES.items()},
+    **{name: SHARED[name] | changes for name, changes in CHANGES.items()},
     "--force": FORCE,
     "--resume": RESUME
     | {"help": "continue an unfinished packing; if interrupted, leave one to continue"},

@@ -15,7 +15,7 @@ from darelib.commands.options import (
     CONTINUES,
     FORCE,
     PLOT,
-    SETTINGS,
+    SHARED,
     WRITE_CONFIG,
     Flags,
     MergerClass,
@@ -35,13 +35,13 @@ MARK: Final = "# Found by a sweep"
 OPTIONS: Final[Options] = {
     "--evaluate": {
         "metavar": "WHAT",
-        "help": "a command with {model} in it, whose last line is a score or JSON, or "
+        "help": "a command with {model} in it, which prints a score or JSON last, or "
         "file.py:function",
     },
     "--vary": {
         "metavar": "AXIS",
         "action": "append",
-        "help": "what to choose from, besides [sweep]: drop_rate=[0, 0.5]",
+        "help": "a setting and its values, besides [sweep]: drop_rate=[0, 0.5]",
     },
     "--trials": {
         "metavar": "N",
@@ -84,14 +84,14 @@ OPTIONS: Final[Options] = {
         "help": "replace existing files of --plot and --write-config, and write the best merge "
         "even if the base beats it"
     },
-    **SETTINGS,
+    **SHARED,
 }
 SEARCH_OPTIONS: Final = ("trials", "search", "study", "timeout")
 
 
 def run(flags: Flags, merger_class: MergerClass) -> None:
     from darelib.commands.analyze.analysis import check_places
-    from darelib.commands.sweep.report import plot_sweep
+    from darelib.commands.sweep.report import SweepReport, plot_sweep
     from darelib.requests.configfile import pin_models
     from darelib.requests.request import parse_axes
 
@@ -119,6 +119,7 @@ def run(flags: Flags, merger_class: MergerClass) -> None:
     except (KeyboardInterrupt, Terminated) as stopped:
         stopped.add_note(CONTINUES)
         raise
+    assert isinstance(report, SweepReport)
     show(report, flags, merger.config.verbose)
     if report.is_base_best and "force" not in flags:
         LOG.warning(

@@ -14,9 +14,9 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, Final
 
 from darelib.config import (
-    CHECKS,
     PER_MODEL,
     RULE_SETTINGS,
+    SETTINGS,
     SWEEP_SETTINGS,
     DareConfig,
     Gradient,
@@ -193,10 +193,10 @@ class Space:
                 )
             if name not in known:
                 raise ConfigError(f"{where} has no key {name!r}", nearest(name, known))
-        # In the order of CHECKS, where what others depend on comes first.
+        # In the order of SETTINGS, where what others depend on comes first.
         return {
             name: self._parse_axis(name, table[name], f"{where} {name}")
-            for name in CHECKS
+            for name in SETTINGS
             if name in table
         }
 

@@ -13,6 +13,15 @@ def library(array: Array) -> Any:
     return sys.modules[type(array).__module__.partition(".")[0]]
 
 
+def divide(dividend: Array, divisor: Array) -> Array:
+    """As IEEE 754 has it: NumPy does not warn of zeros and what is not finite."""
+    lib = library(dividend)
+    if lib.__name__ != "numpy":
+        return dividend / divisor
+    with lib.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        return dividend / divisor
+
+
 def fold_tiles(values: Array) -> Array:
     """The sum of each tile, by halves: first with second half, until one value is left."""
     lib = library(values)

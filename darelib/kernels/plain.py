@@ -17,30 +17,15 @@ from darelib.core.drops import Bounds, End, Thinning
 from darelib.core.formats import FORMATS, widen
 from darelib.core.mask import MASK_BITS, ROUNDS, TILE, mask_key
 from darelib.core.matrices import Matrices, find_matrices
-from darelib.kernels import entries
-from darelib.methods import METHODS, choose_looks, returns_model
-from darelib.methods.fusion import DivergenceLook, ImportanceLook
-from darelib.methods.looks import (
-    ArcLook,
-    BoundsLook,
-    ChunkLook,
-    Found,
-    GramLook,
-    Look,
-    MatrixLook,
-    SumsLook,
-    TrimLook,
-    fold_columns,
-)
-from darelib.methods.method import Coefficients, weigh_for_look
-from darelib.methods.ramplus import OverlapLook
-from darelib.methods.sce import SquaresLook, VarianceLook
+from darelib.methods import METHODS, OPERATIONS, choose_looks, returns_model
+from darelib.methods.coefficients import Coefficients, Found, Piece, weigh_for_look
+from darelib.methods.looks import BoundsLook, ChunkLook, GramLook, Look, ScoreLook, fold_columns
 from darelib.methods.settings import ZERO, TensorSettings
 
-# A model's delta, what is kept of it, and what each entry is divided by.
-Part = tuple[Array, Array, Array | None]
-# A tensor in pieces of 2^k tiles: the base's values there, and the parts of some of the models.
-Pieces = Callable[[Sequence[int], Found], Iterator[tuple[Array, dict[int, Part]]]]
+# A model's delta, which entries a drop keeps, and what each is divided by.
+Kept = tuple[Array, Array, Array | None]
+# A tensor in pieces of 2^k tiles: the base's values there, and the deltas of some of the models.
+Pieces = Callable[[Sequence[int], Found], Iterator[tuple[Array, dict[int, Kept]]]]
 Sums = tuple[float, ...]
 
 
@@ -134,7 +119,7 @@ def find_thresholds(thinning: Thinning, delta: Array, width: int) -> Array:
 
 def keep(
     delta: Array, bits: Array, thresholds: Array, bounds: Bounds | None, divided: bool
-) -> Part:
+) -> Kept:
     """What a drop keeps of a delta: by mask bits below a threshold, or by size.
 
     That is, where |delta| lies between bounds or, equal to one, has bits below its threshold.
@@ -161,22 +146,10 @@ def thin(
     return library(delta).where(mask & (abs(delta) >= floor), scaled, 0.0)
 
 
-def combine(
-    kernel: str,
-    base: Array,
-    rows: Sequence[Array],
-    found: Coefficients,
-    lambda_coeff: float,
-    by_entry: Array | None = None,
-) -> Array:
-    """base + lambda * merged, which is the sum of the models' kept deltas, in order.
-
-    Or what a method makes of them and of that sum. by_entry: a number for each entry.
-    """
-    merged = sum(rows, start=found.base_share * base)
-    if kernel != "sum":
-        merged = entries.COMBINERS[kernel](merged, rows, found, by_entry)
-    return add_change(base, merged, lambda_coeff)
+def combine(operation: str, piece: Piece, own: Coefficients, lambda_coeff: float) -> Array:
+    """base + lambda * merged, where an operation makes merged of the models' thinned deltas."""
+    merged = OPERATIONS[operation].combine(piece, own)
+    return add_change(piece.base, merged, lambda_coeff)
 
 
 def add_change(base: Array, merged: Array, lambda_coeff: float) -> Array:
@@ -185,18 +158,23 @@ def add_change(base: Array, merged: Array, lambda_coeff: float) -> Array:
     return library(base).where(change == 0, base, base + change)
 
 
-def merge_parts(
+def thin_all(deltas: Mapping[int, Kept], own: Coefficients) -> dict[int, Array]:
+    each = zip(deltas.items(), own.scales, own.floors, strict=True)
+    return {i: thin(*kept, scale, floor) for (i, kept), scale, floor in each}
+
+
+def merge_piece(
     settings: TensorSettings,
     base: Array,
-    parts: Iterable[Part],
-    found: Coefficients,
-    by_entry: Array | None = None,
+    deltas: Mapping[int, Kept],
+    own: Coefficients,
+    start: int,
+    width: int,
 ) -> Array:
-    """The merged values of a tensor, or of a piece of it. parts: of each model that has it."""
-    each = zip(parts, found.scales, found.floors, strict=True)
-    rows = [thin(*part, scale, floor) for part, scale, floor in each]
-    kernel = METHODS[settings.method].kernel
-    return combine(kernel, base, rows, found, settings.lambda_coeff, by_entry)
+    """The merged values of a tensor, or of a piece of it. deltas: of each model that has it."""
+    piece = Piece(base, list(thin_all(deltas, own).values()), start, width)
+    operation = METHODS[settings.method].operation.name
+    return combine(operation, piece, own, settings.lambda_coeff)
 
 
 # --- what methods must know of a whole tensor ----------------------------------------------
@@ -218,17 +196,16 @@ def multiply_ends(origin: Array, kept: Mapping[int, Array], count: int) -> Sums:
     return (*squares, *products)
 
 
-def add_sizes(parts: Iterable[Part], kept: Iterable[Array]) -> Sums:
+def add_sizes(kept: Iterable[Kept], thinned: Iterable[Array]) -> Sums:
     """The sums of |delta|, then of what is kept."""
-    deltas = (delta for delta, *_ in parts)
-    return tuple(add_up(abs(row)) for row in (*deltas, *kept))
+    deltas = (delta for delta, *_ in kept)
+    return tuple(add_up(abs(row)) for row in (*deltas, *thinned))
 
 
 def thin_for_look(
-    settings: TensorSettings, parts: Mapping[int, Part], found: Found, floor: float = 0.0
+    settings: TensorSettings, deltas: Mapping[int, Kept], found: Found
 ) -> dict[int, Array]:
-    scales = weigh_for_look(settings, list(parts), found).scales
-    return {i: thin(*parts[i], scale, floor) for i, scale in zip(parts, scales, strict=True)}
+    return thin_all(deltas, weigh_for_look(settings, list(deltas), found))
 
 
 def find_size(sizes: Array, number: int) -> float:
@@ -244,94 +221,70 @@ def find_end(sizes: Array, number: int) -> End:
     return End(size, number - int((sizes > size).sum()), int((sizes == size).sum()))
 
 
-def find_ends(list_scores: Callable[..., Array], look: BoundsLook, pieces: Pieces) -> None:
-    """For looks that ask for entries by their numbers in the order of some score."""
+def find_ends(look: BoundsLook, pieces: Pieces) -> None:
+    """Entries by their numbers in the order of |delta|, of what is kept of each model."""
     ends = []
     for i in look.models:
-        scores = list_scores(look, pieces, i)
-        ends.append([find_end(scores, number) for number in look.number(i, len(scores))])
+        opened = (kept[i] for _, kept in pieces([i], look.found))  # one at a time: they take memory
+        sizes = join([abs(delta[mask]) for delta, mask, _ in opened])
+        ends.append([find_end(sizes, number) for number in look.number(i, len(sizes))])
     look.record(ends)
 
 
-def list_kept(look: Look, pieces: Pieces, i: int) -> Array:
-    """|delta| of what is kept of a model."""
-    parts = (opened[i] for _, opened in pieces([i], look.found))  # one at a time: they take memory
-    sizes = [abs(delta[mask]) for delta, mask, _ in parts]
-    return library(sizes[0]).concatenate(sizes)
-
-
-def list_bounded(look: Look, pieces: Pieces, i: int) -> Array:
-    """The same, if the model's drop is by size."""
-    return list_kept(look, pieces, i) if look.settings.thinnings[i].scheme.ends else ()
-
-
-def list_variances(look: Look, pieces: Pieces, i: int) -> Array:
-    """Those of all models, with the first of them."""
-    if i != look.models[0]:
-        return ()
-    found = []
-    for _, parts in pieces(look.models, look.found):
-        rows = thin_for_look(look.settings, parts, look.found)
-        found.append(entries.find_variance(list(rows.values())))
-    scores = library(found[0]).concatenate(found)
-    return scores[scores > 0]
-
-
-def list_importance(look: Look, pieces: Pieces, i: int) -> Array:
-    opened = [abs(parts[i][0]) for _, parts in pieces([i], look.found)]
-    sizes = library(opened[0]).concatenate(opened)
-    return sizes * entries.spread(look.found.by_row, look.found.width, 0, len(sizes), sizes)
-
-
 def add_pieces(list_sums: Callable[..., Sums], look: ChunkLook, pieces: Pieces) -> None:
-    """For looks that ask for sums."""
     opened = pieces(look.models, look.found)
-    look.record(fold_columns([list_sums(look, base, parts) for base, parts in opened]))
+    look.record(fold_columns([list_sums(look, base, kept) for base, kept in opened]))
 
 
-def sum_sizes(look: Look, _: Array, parts: Mapping[int, Part]) -> Sums:
-    return add_sizes(parts.values(), thin_for_look(look.settings, parts, look.found).values())
+def sum_sizes(look: Look, _: Array, kept: Mapping[int, Kept]) -> Sums:
+    return add_sizes(kept.values(), thin_for_look(look.settings, kept, look.found).values())
 
 
-def sum_products(look: Look, base: Array, parts: Mapping[int, Part]) -> Sums:
+def sum_products(look: GramLook, base: Array, kept: Mapping[int, Kept]) -> Sums:
     """Of all models: one without the tensor has the base's."""
     origin = base if look.settings.origin == ZERO else library(base).zeros_like(base)
-    kept = thin_for_look(look.settings, parts, look.found)
-    return multiply_ends(origin, kept, len(look.settings.weights))
+    thinned = thin_for_look(look.settings, kept, look.found)
+    return multiply_ends(origin, thinned, len(look.settings.weights))
 
 
-def sum_squares(look: Look, _: Array, parts: Mapping[int, Part]) -> Sums:
-    rows = list(thin_for_look(look.settings, parts, look.found).values())
-    return tuple(add_up(row * row) for row in entries.select_rows(rows, look.found.bound))
-
-
-def sum_changes(look: Look, _: Array, parts: Mapping[int, Part]) -> Sums:
-    least = look.settings.options["threshold"]
-    rows = thin_for_look(look.settings, parts, look.found, least).values()
-    return tuple(entries.count_overlap(list(rows)).T.ravel().tolist())
-
-
-def find_divergences(look: Look, pieces: Pieces) -> None:
-    [i] = look.models
-    opened = [(base, parts[i][0]) for base, parts in pieces([i], look.found)]
-    lib = library(opened[0][0])
-    base, delta = (lib.concatenate(each) for each in zip(*opened, strict=True))
-    look.found.by_row = entries.find_divergences(base, delta, look.found.width)
-
-
-LOOKS: Final[Mapping[type[Look], Callable[..., None]]] = {
-    BoundsLook: partial(find_ends, list_bounded),
-    TrimLook: partial(find_ends, list_kept),
-    VarianceLook: partial(find_ends, list_variances),
-    ImportanceLook: partial(find_ends, list_importance),
-    SumsLook: partial(add_pieces, sum_sizes),
-    GramLook: partial(add_pieces, sum_products),
-    ArcLook: partial(add_pieces, sum_products),
-    SquaresLook: partial(add_pieces, sum_squares),
-    OverlapLook: partial(add_pieces, sum_changes),
-    DivergenceLook: find_divergences,
-    MatrixLook: lambda *_: None,  # it is the merge itself, below
+# What the compiled looks find, by their kernels.
+LOOKS: Final[Mapping[str, Callable[..., None]]] = {
+    "count": find_ends,
+    "sums": partial(add_pieces, sum_sizes),
+    "products": partial(add_pieces, sum_products),
 }
+
+
+def join(arrays: Sequence[Array]) -> Array:
+    return library(arrays[0]).concatenate(arrays)
+
+
+def open_pieces(look: Look, pieces: Pieces) -> Iterator[Piece]:
+    """What a look sees that a method defines."""
+    start = 0
+    for base, kept in pieces(look.models, look.found):
+        rows = [delta for delta, *_ in kept.values()]
+        if not look.sees_dropped:
+            rows = list(thin_all(kept, look.weigh()).values())
+        yield Piece(base, rows, start, look.found.width)
+        start += len(base)
+
+
+def examine(look: Look, pieces: Pieces) -> None:
+    """Look by a method's own definition."""
+    opened = open_pieces(look, pieces)
+    if isinstance(look, ScoreLook):
+        scores = join([look.score(piece) for piece in opened])
+        numbers = [look.number(i, len(scores)) for i in look.models]
+        look.record([[find_end(scores, number) for number in own] for own in numbers])
+        return
+    if look.of_rows:
+        parts = list(opened)
+        rows = [join(row) for row in zip(*(part.rows for part in parts), strict=True)]
+        opened = iter([Piece(join([part.base for part in parts]), rows, 0, look.found.width)])
+    for piece in opened:
+        look.add_piece(piece)
+    look.conclude(0)
 
 
 def look_up(
@@ -347,7 +300,11 @@ def look_up(
     """
     found = Found(width=width)
     for kind in choose_looks(settings, models) if models and count else ():
-        LOOKS[kind](kind(settings, models, count, bits, found), pieces)
+        look = kind(settings, models, count, bits, found)
+        if look.kernel:
+            LOOKS[look.kernel](look, pieces)
+        elif not look.whole:  # such a look is the merge itself
+            examine(look, pieces)
     return found
 
 
@@ -399,7 +356,7 @@ def merge_tensor(
         raw, kind = finetuned[0]
         return encode(decode(raw, kind, real), output)
 
-    def open_whole(models: Sequence[int], found: Found) -> Iterator[tuple[Array, dict[int, Part]]]:
+    def open_whole(models: Sequence[int], found: Found) -> Iterator[tuple[Array, dict[int, Kept]]]:
         bounds = dict(zip(finetuned, found.bounds, strict=False))
         parts = {}
         for i in models:
@@ -413,11 +370,10 @@ def merge_tensor(
         yield start, parts
 
     found = look_up(settings, models, open_whole, len(start), FORMATS[real].bits, width)
-    coefficients = METHODS[settings.method].weigh(settings, models, found)
-    [(_, parts)] = open_whole(models, found)
+    [(_, kept)] = open_whole(models, found)
     if whole := METHODS[settings.method].whole:
-        thinned = thin_for_look(settings, parts, found)
+        thinned = thin_for_look(settings, kept, found)
         change = merge_whole(settings, thinned, find_matrices(name, shape), whole.define)
         return encode(add_change(start, change.astype(start.dtype), settings.lambda_coeff), output)
-    by_entry = entries.spread(found.by_row, width, 0, len(start), start)
-    return encode(merge_parts(settings, start, parts.values(), coefficients, by_entry), output)
+    own = METHODS[settings.method].weigh(settings, models, found)
+    return encode(merge_piece(settings, start, kept, own, 0, width), output)

@@ -53,6 +53,7 @@ METHOD_NUMBERS: Final = tuple(
         if default is not None
     )
 )
+OPERATIONS: Final = {method.operation.name: method.operation for method in METHODS.values()}
 # By mergekit's name: ours, and what it is made of.
 MERGEKIT: Final = {
     name: (method.name, family)

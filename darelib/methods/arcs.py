@@ -9,16 +9,16 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Final
 
-from darelib.methods.looks import ArcLook, Found, GramLook
+from darelib.methods.coefficients import Coefficients, Found, weigh_from_origin
+from darelib.methods.looks import ArcLook, GramLook
 from darelib.methods.mergekit import COUNTED, FIRST, OPTIONAL, Family
 from darelib.methods.method import (
-    Coefficients,
+    SUM,
     Method,
     Weigh,
     average_weights,
     name_origin,
     sum_weights,
-    weigh_from_origin,
 )
 from darelib.methods.settings import ZERO, TensorSettings
 from darelib.methods.vectors import (
@@ -167,7 +167,7 @@ def find_mean(own: TensorSettings, products: Products) -> Products:
 SLERP: Final = Method(
     "slerp",
     card=lambda _: "interpolated along the arc between the two",
-    kernel="sum",
+    operation=SUM,
     settings={"slerp_t": 0.5},
     looks=lambda _: (ArcLook,),
     weigh=weigh_slerp,
@@ -180,7 +180,7 @@ SLERP: Final = Method(
 NUSLERP: Final = Method(
     "nuslerp",
     card=lambda settings: f"interpolated along the arc between the two{name_origin(settings)}",
-    kernel="sum",
+    operation=SUM,
     settings={"weights": None, "origin": None},
     share=share_arc,
     looks=lambda _: (GramLook,),
@@ -203,7 +203,7 @@ MULTISLERP: Final = Method(
         "merged as the weighted mean of their directions, with the weighted mean of their "
         f"lengths{name_origin(settings)}"
     ),
-    kernel="sum",
+    operation=SUM,
     settings={"weights": None, "normalize": None, "origin": None},
     looks=lambda _: (GramLook,),
     weigh=weigh_by_products(lambda own, found: find_direction(found, own.weights)),
@@ -224,7 +224,7 @@ KARCHER: Final = Method(
         "merged as the Karcher mean of their directions, with the mean of their lengths"
         f"{name_origin(settings)}"
     ),
-    kernel="sum",
+    operation=SUM,
     settings={"origin": None, "max_iter": 10.0, "tol": 1e-5},
     looks=lambda _: (GramLook,),
     weigh=weigh_by_products(find_mean),

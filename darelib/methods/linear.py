@@ -3,8 +3,9 @@
 from typing import Final
 
 from darelib.core.drops import BREADCRUMBS, DELLA, RANDOM
+from darelib.methods.coefficients import weigh_from_origin
 from darelib.methods.mergekit import COUNTED, Family, Settings, leave_out_of_sum, make_task_family
-from darelib.methods.method import DARE_RATE, Method, weigh_from_origin
+from darelib.methods.method import DARE_RATE, SUM, Method
 from darelib.methods.settings import ZERO
 
 
@@ -17,7 +18,7 @@ LINEAR: Final = Method(
     "linear",
     card=lambda _: "summed up by weight and added to the base",
     paper="[task arithmetic](https://arxiv.org/abs/2212.04089)",
-    kernel="sum",
+    operation=SUM,
     settings={"weights": None, "normalize": None, "origin": None},
     drop_rate=DARE_RATE,
     weigh=weigh_from_origin,

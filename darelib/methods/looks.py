@@ -5,29 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from darelib.core.arrays import fold_neighbours
-from darelib.core.drops import Bounds, End
+from darelib.core.arrays import Array, fold_neighbours, library
+from darelib.core.drops import End
 from darelib.core.formats import DIGIT_BITS, NO_PREFIX
+from darelib.methods.coefficients import Coefficients, Found, Piece, weigh_for_look
 from darelib.methods.settings import ZERO, TensorSettings
-
-
-@dataclass
-class Found:
-    """What looks have found out about one tensor so far, for each model that has it."""
-
-    # Of the |delta| that the drop keeps, where it is by size.
-    bounds: tuple[Bounds | None, ...] = ()
-    factors: tuple[float, ...] = ()  # that restore the sum of |delta|
-    floors: tuple[float, ...] = ()  # the smallest |delta| that trim keeps
-    # Not by model: the scalar products of all thinned models, each with itself first.
-    products: tuple[float, ...] = ()
-    shares: tuple[float, ...] = ()  # of the models, where these follow from the deltas
-    boosts: tuple[float, ...] = ()  # what only this model changes is multiplied by
-    bound: float = 0.0  # not by model: what the score of an entry must reach
-    # A number for each row: its divergence, then the smallest |delta| that is kept.
-    by_row: Any = None
-    width: int = 1  # of a row
-    change: Any = None  # the merged delta itself, where a method takes matrices as a whole
 
 
 @dataclass(eq=False)
@@ -39,10 +21,12 @@ class Look:
     """
 
     # Without types, so that they are no fields: each class has its own.
-    kernel = ""
+    kernel = ""  # the compiled kernel that looks; none: its own definition does, piece by piece
+    counters = 0  # counters of each model that it takes in a thread's buffers
     merges = False  # whether its kernel is the one that merges
     whole = False  # whether its jobs are whole matrices, which no kernel is for
-    of_rows = False  # whether its kernel is given whole rows
+    of_rows = False  # whether its pieces are whole rows
+    sees_dropped = False  # whether its pieces hold whole deltas, and not thinned ones
 
     settings: TensorSettings
     models: Sequence[int]  # those that have the tensor
@@ -54,11 +38,18 @@ class Look:
     def count_passes(cls, bits: int) -> int:
         return 1
 
+    def weigh(self) -> Coefficients:
+        """How the deltas are thinned that it sees."""
+        return weigh_for_look(self.settings, self.models, self.found)
+
     def describe(self, buffers: Any, number: int) -> None:
         """Set what its kernel must know in this pass."""
 
     def add_chunk(self, start: int, count: int, buffers: Any) -> None:
         """Add what the kernel found in so many entries from there on."""
+
+    def add_piece(self, piece: Piece) -> None:
+        """Add what its own definition finds in a piece."""
 
     def add_job(self, start: int, stop: int, buffers: Any) -> None:
         """Add what the kernel found in a job."""
@@ -105,6 +96,7 @@ class BoundsLook(Look):
 
     kernel = "count"
     ends = 2  # how many entries of a model it can look for
+    counters = ends << DIGIT_BITS
     _wanted: list[list[Digits]] = field(default_factory=list)
     _counts: Any = 0
 
@@ -212,6 +204,47 @@ class MatrixLook(Look):
     """The merged delta of a tensor whose matrices are merged as a whole: a job for each."""
 
     whole = True
+
+
+# --- looks by a method's own definition -----------------------------------------------------------
+
+
+class ScoreLook(BoundsLook):
+    """Entries that are known by their numbers in order of some score, of all models together."""
+
+    kernel = ""
+
+    def score(self, piece: Piece) -> Array:
+        """The scores that count, in any order: none is negative."""
+        raise NotImplementedError
+
+
+class SumLook(ChunkLook):
+    """Sums over all pieces."""
+
+    def measure(self, piece: Piece) -> tuple[float, ...]:
+        raise NotImplementedError
+
+    def add_piece(self, piece: Piece) -> None:
+        self._chunks[piece.start] = self.measure(piece)
+
+
+class RowLook(ChunkLook):
+    """A number for each row of the tensor, under a name."""
+
+    of_rows = True
+    sees_dropped = True
+    name = ""
+
+    def measure(self, piece: Piece) -> Array:
+        raise NotImplementedError
+
+    def add_piece(self, piece: Piece) -> None:
+        self._chunks[piece.start] = self.measure(piece)
+
+    def conclude(self, number: int) -> None:
+        parts = [self._chunks.pop(start) for start in sorted(self._chunks)]
+        self.found.own[self.name] = library(parts[0]).concatenate(parts)
 
 
 def fold_columns(chunks: Sequence[tuple[float, ...]]) -> tuple[float, ...]:

@@ -4,40 +4,43 @@ A kernel only multiplies, adds and compares. Every number that it is given is co
 the method's own file, once for all engines.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Final
 
 from darelib.core.arrays import Array
-from darelib.core.drops import Bounds
 from darelib.core.matrices import Factors, Matrices
-from darelib.methods.looks import Found, Look
+from darelib.methods.coefficients import Coefficients, Found, Piece, weigh
+from darelib.methods.looks import Look
 from darelib.methods.mergekit import Family
 from darelib.methods.settings import BASE, ZERO, Options, TensorSettings
 
 DARE_RATE: Final = 0.9  # the paper's, for the methods that are DARE's own
 
 
-@dataclass(frozen=True)
-class Coefficients:
-    """What a kernel multiplies by and compares with; a row for each model that has the tensor."""
-
-    scales: tuple[float, ...]  # of the kept deltas
-    # ties divides by those of the models that agree, added to the first share.
-    weights: tuple[float, ...]
-    bounds: tuple[Bounds | None, ...]  # of the |delta| that the drop keeps, where it is by size
-    floors: tuple[float, ...]  # trim and ram keep what is at least as large
-    base_share: float = 0.0  # how much of the base itself the merged delta gets
-    first_share: float = 0.0
-    bound: float = 0.0  # what the score of an entry must reach; nearswap: how far one may move
-    boosts: tuple[float, ...] = ()  # of what only this model changes
-
-
 Weigh = Callable[[TensorSettings, Sequence[int], Found], Coefficients]
 # The weights, from those given, if any, for so many models, perhaps to be normalized.
 Share = Callable[[Sequence[float] | None, int, bool], tuple[float, ...]]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What is made of the thinned deltas of each position: the merged delta, before lambda.
+
+    Few are compiled. All others are run by their definition, chunk by chunk, on every engine.
+    """
+
+    name: str
+    combine: Callable[[Piece, Coefficients], Array]  # the definition, for arrays of any library
+    compiled: bool = False
+
+
+def add_rows(piece: Piece, own: Coefficients) -> Array:
+    return sum(piece.rows, start=own.base_share * piece.base)
+
+
+SUM: Final = Operation("sum", add_rows, compiled=True)
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class WholeMerge:
 class Method:
     name: str
     card: Callable[[TensorSettings], str]  # what happens to the thinned deltas, for a model card
-    kernel: str  # the kernel that merges a chunk
+    operation: Operation
     # Those of the optional settings that mean something to it, with its defaults; None: it has no
     # fixed one.
     settings: Mapping[str, float | None] = field(default_factory=dict)
@@ -81,51 +84,13 @@ class Method:
     whole: WholeMerge | None = None  # it takes whole matrices; all other tensors are averaged
     # Whether the merged delta's rank is at most the sum of the models' ranks.
     adds_ranks: bool = False
+    # Whether the same inputs give the same bytes on every machine, and not only nearly.
+    exact: bool = True
     # Whether it merges one model of weight 1 into that model.
     returns_model: Callable[[TensorSettings], bool] = lambda _: True
     # Whether it leaves the base's tensor as it is, so that its bytes can be copied.
     keeps_base: Callable[[TensorSettings], bool] = lambda _: False
     mergekit: Mapping[str, Family] = field(default_factory=dict)  # by mergekit's name for it
-
-
-def weigh(
-    settings: TensorSettings,
-    models: Sequence[int],
-    found: Found,
-    weights: Sequence[float] | None = None,
-    base_share: float = 0.0,
-) -> Coefficients:
-    """A model's kept deltas are multiplied by its weight over its divisor, and by its factor."""
-    weights = settings.weights if weights is None else weights
-    scaled = zip(models, found.factors or (1.0,) * len(models), strict=True)
-    return Coefficients(
-        scales=tuple(weights[i] / settings.divisors[i] * factor for i, factor in scaled),
-        weights=tuple(weights[i] for i in models),
-        bounds=found.bounds or (None,) * len(models),
-        floors=found.floors or (0.0,) * len(models),
-        base_share=base_share,
-        bound=found.bound,
-        boosts=found.boosts or (1.0,) * len(models),
-    )
-
-
-def weigh_from_origin(
-    settings: TensorSettings,
-    models: Sequence[int],
-    found: Found,
-    weights: Sequence[float] | None = None,
-) -> Coefficients:
-    """From zero, the base gets what the weights lack of 1; those of models without the tensor,
-    which have the base's, count.
-    """
-    weights = settings.weights if weights is None else weights
-    is_zero = settings.origin == ZERO
-    return weigh(settings, models, found, weights, math.fsum(weights) - 1 if is_zero else 0.0)
-
-
-def weigh_for_look(settings: TensorSettings, models: Sequence[int], found: Found) -> Coefficients:
-    """Looks see the thinned deltas as they are, without weights."""
-    return weigh(settings, models, found, (1.0,) * len(settings.divisors))
 
 
 def sum_weights(weights: Sequence[float]) -> Fraction:

@@ -1,17 +1,20 @@
 """nearswap: all of a small delta, and no more than a bound of a large one."""
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Final
 
-from darelib.methods.looks import Found
+from darelib.core.arrays import Array, library
+from darelib.methods.coefficients import Coefficients, Piece, weigh
 from darelib.methods.mergekit import Family
-from darelib.methods.method import Coefficients, Method, weigh
-from darelib.methods.settings import TensorSettings
+from darelib.methods.method import Method, Operation, add_rows
+
+LEAST_DELTA: Final = 1e-6  # no smaller one is divided by
 
 
-def weigh_near(settings: TensorSettings, models: Sequence[int], found: Found) -> Coefficients:
-    return replace(weigh(settings, models, found), bound=settings.options["swap_t"])
+def swap_near(piece: Piece, own: Coefficients) -> Array:
+    merged = add_rows(piece, own)
+    size = abs(merged).clip(LEAST_DELTA)
+    share = library(merged).full_like(merged, own.own["swap_t"]) / size
+    return share.clip(0, 1) * merged
 
 
 NEARSWAP: Final = Method(
@@ -20,9 +23,9 @@ NEARSWAP: Final = Method(
         f"added to the base, at most {settings.options['swap_t']:g} of each entry: what lies near "
         "is swapped"
     ),
-    kernel="near",
+    operation=Operation("nearswap", swap_near),
     settings={"swap_t": 1e-4},
-    weigh=weigh_near,
+    weigh=lambda own, models, found: weigh(own, models, found, own=own.options),
     models=(1, 1),
     returns_model=lambda _: False,
     mergekit={"nearswap": Family(shared={"t": "swap_t"}, others=(1, 1))},

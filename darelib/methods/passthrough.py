@@ -2,15 +2,16 @@
 
 from typing import Final
 
+from darelib.methods.coefficients import weigh
 from darelib.methods.mergekit import ONLY, Family
-from darelib.methods.method import Method, weigh
+from darelib.methods.method import SUM, Method
 
 PASSTHROUGH: Final = Method(
     "passthrough",
     card=lambda settings: (
         "copied" if settings.options["scale"] == 1 else f"times {settings.options['scale']:g}"
     ),
-    kernel="sum",
+    operation=SUM,
     settings={"scale": 1.0},
     share=lambda *_: (),
     weigh=lambda own, models, found: weigh(own, models, found, base_share=own.options["scale"] - 1),

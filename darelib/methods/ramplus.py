@@ -1,26 +1,35 @@
 """ramplus: ram, and what only one model changes is boosted."""
 
 from collections.abc import Sequence
-from typing import Any, Final
+from dataclasses import replace
+from typing import Final
 
-from darelib.methods.looks import ChunkLook
+from darelib.core.arrays import Array, library
+from darelib.methods.coefficients import Coefficients, Piece
+from darelib.methods.looks import SumLook
 from darelib.methods.mergekit import Family
-from darelib.methods.method import Method, keep_shares
-from darelib.methods.ram import LEAST_CHANGE, PAPER, weigh_changes
+from darelib.methods.method import Method, Operation, keep_shares
+from darelib.methods.ram import LEAST_CHANGE, PAPER, average, weigh_changes
 from darelib.methods.settings import TensorSettings
 
 
-class OverlapLook(ChunkLook):
+def count_changes(rows: Sequence[Array]) -> Array:
+    """How many models change each entry."""
+    return sum(1 * (row != 0) for row in rows)
+
+
+class OverlapLook(SumLook):
     """How many entries each model changes alone, and how many with others."""
 
-    kernel = "overlap"
+    def weigh(self) -> Coefficients:
+        floors = (self.settings.options["threshold"],) * len(self.models)
+        return replace(super().weigh(), floors=floors)
 
-    def describe(self, buffers: Any, number: int) -> None:
-        buffers.models["floor"][: len(self.models)] = self.settings.options["threshold"]
-
-    def add_job(self, start: int, stop: int, buffers: Any) -> None:
-        records = buffers.models[: len(self.models)]
-        self._chunks[start] = (*records["alone"].tolist(), *records["shared"].tolist())
+    def measure(self, piece: Piece) -> tuple[float, ...]:
+        changes = count_changes(piece.rows)
+        alone = [(row != 0) & (changes == 1) for row in piece.rows]
+        shared = [(row != 0) & (changes > 1) for row in piece.rows]
+        return tuple(float(each.sum()) for each in (*alone, *shared))
 
     def record(self, sums: Sequence[float]) -> None:
         own = self.settings.options
@@ -28,7 +37,19 @@ class OverlapLook(ChunkLook):
         least = own["threshold"]
         ratios = [shared / max(alone, least) if alone else 0.0 for alone, shared in pairs]
         most = own["boost_limit"]
-        self.found.boosts = tuple(1 + own["boost"] * min(ratio, most) for ratio in ratios)
+        boosts = tuple(1 + own["boost"] * min(ratio, most) for ratio in ratios)
+        self.found.own["boosts"] = boosts
+
+
+def boost_alone(piece: Piece, own: Coefficients) -> Array:
+    if not piece.rows:
+        return 0 * piece.base
+    lib = library(piece.base)
+    changes = count_changes(piece.rows)
+    factor = lib.ones_like(piece.base)
+    for row, boost in zip(piece.rows, own.own["boosts"], strict=True):
+        factor = lib.where((row != 0) & (changes == 1), boost * factor, factor)
+    return average(piece, own) * factor
 
 
 def describe(settings: TensorSettings) -> str:
@@ -43,7 +64,7 @@ RAMPLUS: Final = Method(
     "ramplus",
     card=describe,
     paper=PAPER,
-    kernel="boost",
+    operation=Operation("ramplus", boost_alone),
     settings={"weights": None, "threshold": LEAST_CHANGE, "boost": 0.1, "boost_limit": 0.2},
     share=keep_shares,
     looks=lambda _: (OverlapLook,),

@@ -3,21 +3,39 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
+from darelib.core.arrays import Array, add_up, library
 from darelib.core.drops import End
-from darelib.methods.looks import BoundsLook, ChunkLook, Found
+from darelib.methods.coefficients import Coefficients, Found, Piece, weigh_for_look
+from darelib.methods.looks import ScoreLook, SumLook
 from darelib.methods.mergekit import Family, Settings
-from darelib.methods.method import Coefficients, Method, weigh_for_look
+from darelib.methods.method import Method, Operation, add_rows
 from darelib.methods.settings import TensorSettings
 
 LEAST_SHARE: Final = 1e-6  # what weights are divided by is not smaller
 
 
-class VarianceLook(BoundsLook):
+def find_variance(rows: Sequence[Array]) -> Array:
+    """The variance of each entry over the models, times their number; 0 where all are equal."""
+    first, *others = rows
+    mean = library(first).zeros_like(first)
+    for row in others:
+        mean = mean + (row - first)
+    mean = mean * (1 / len(rows))  # one over an array is no division on all of torch's devices
+    variance = mean * mean
+    for row in others:
+        gap = (row - first) - mean
+        variance = variance + gap * gap
+    return variance
+
+
+class VarianceLook(ScoreLook):
     """The smallest variance over the models that is among the largest."""
 
-    kernel = "variance"
+    def score(self, piece: Piece) -> Array:
+        variance = find_variance(piece.rows)
+        return variance[variance > 0]
 
     def number(self, model: int, survivors: int) -> tuple[int, ...]:
         """All models have one variance together, which is noted with the first."""
@@ -25,31 +43,42 @@ class VarianceLook(BoundsLook):
         return (chosen,) if chosen and model == self.models[0] else ()
 
     def record(self, found: Sequence[Sequence[End]]) -> None:
-        self.found.bound = found[0][0].size if found[0] else math.inf
+        self.found.own["bound"] = found[0][0].size if found[0] else math.inf
 
 
-class SquaresLook(ChunkLook):
+class SquaresLook(SumLook):
     """The models' shares, by the squares of what is chosen of them."""
 
-    kernel = "squares"
-
-    def add_chunk(self, start: int, count: int, buffers: Any) -> None:
-        self._chunks[start] = tuple(buffers.models["squares"][: len(self.models)].tolist())
-
-    def describe(self, buffers: Any, number: int) -> None:
-        buffers.tensor["bound"] = self.found.bound
+    def measure(self, piece: Piece) -> tuple[float, ...]:
+        lib = library(piece.base)
+        is_chosen = find_variance(piece.rows) >= self.found.own.get("bound", 0.0)
+        chosen = [lib.where(is_chosen, row, 0.0) for row in piece.rows]
+        wide = [lib.asarray(row, dtype=lib.float64) for row in chosen]
+        return tuple(add_up(row * row) for row in wide)
 
     def record(self, sums: Sequence[float]) -> None:
         means = [square / self.count for square in sums]
         total = math.fsum(means)
-        if total < LEAST_SHARE:
-            self.found.shares = (1 / len(means),) * len(means)
-        else:
-            self.found.shares = tuple(mean / total for mean in means)
+        equal = (1 / len(means),) * len(means)
+        shares = tuple(mean / total for mean in means) if total >= LEAST_SHARE else equal
+        self.found.own["shares"] = shares
+
+
+def select(piece: Piece, own: Coefficients) -> Array:
+    merged = add_rows(piece, own)
+    lib = library(merged)
+    total = lib.zeros_like(merged)
+    share = lib.zeros_like(merged)
+    for row, weight in zip(piece.rows, own.weights, strict=True):
+        agrees = lib.where(merged >= 0, row > 0, row < 0)
+        total = lib.where(agrees, total + weight * row, total)
+        share = lib.where(agrees, share + weight, share)
+    is_chosen = find_variance(piece.rows or [merged]) >= own.own.get("bound", 0.0)
+    return lib.where(is_chosen, total / share.clip(LEAST_SHARE), 0.0)
 
 
 def weigh_squares(settings: TensorSettings, models: Sequence[int], found: Found) -> Coefficients:
-    return replace(weigh_for_look(settings, models, found), weights=found.shares)
+    return replace(weigh_for_look(settings, models, found), weights=found.own.get("shares", ()))
 
 
 def finish_selection(made: Settings) -> Settings:
@@ -65,7 +94,7 @@ SCE: Final = Method(
         f"(a share of {settings.options['keep_ratio']:g}), and added to the base"
     ),
     paper="[SCE](https://arxiv.org/abs/2408.07990)",
-    kernel="select",
+    operation=Operation("sce", select),
     settings={"keep_ratio": 1.0},
     looks=lambda settings: (
         (VarianceLook, SquaresLook) if settings.options["keep_ratio"] < 1 else (SquaresLook,)

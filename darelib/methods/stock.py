@@ -8,7 +8,7 @@ from typing import Final
 from darelib.methods.arcs import weigh_by_products
 from darelib.methods.looks import GramLook
 from darelib.methods.mergekit import Family
-from darelib.methods.method import Method
+from darelib.methods.method import SUM, Method
 from darelib.methods.vectors import LEAST_PRODUCT, Products, Space, clip
 
 
@@ -31,7 +31,7 @@ STOCK: Final = Method(
         "base"
     ),
     paper="[Model Stock](https://arxiv.org/abs/2403.19522)",
-    kernel="sum",
+    operation=SUM,
     looks=lambda _: (GramLook,),
     weigh=weigh_by_products(lambda own, found: find_stock(found, len(own.weights))),
     models=(2, None),

@@ -4,11 +4,29 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
+from darelib.core.arrays import Array, divide, library
 from darelib.core.drops import BREADCRUMBS, DELLA, MAGNITUDE, RANDOM
-from darelib.methods.looks import Found, TrimLook
+from darelib.methods.coefficients import Coefficients, Found, Piece, weigh
+from darelib.methods.looks import TrimLook
 from darelib.methods.mergekit import make_task_family
-from darelib.methods.method import DARE_RATE, Coefficients, Method, keep_shares, weigh
+from darelib.methods.method import DARE_RATE, Method, Operation, add_rows, keep_shares
 from darelib.methods.settings import TensorSettings
+
+
+def elect(piece: Piece, own: Coefficients) -> Array:
+    """The sum's sign is elected at each position, positive at 0, and its models are averaged.
+
+    Or summed up: where the first share is 1 and all weights are 0, the division changes nothing.
+    """
+    merged = add_rows(piece, own)
+    lib = library(merged)
+    total = lib.zeros_like(merged)
+    share = lib.full_like(merged, own.first_share)
+    for row, weight in zip(piece.rows, own.weights, strict=True):
+        agrees = lib.where(merged >= 0, row > 0, row < 0)
+        total = lib.where(agrees, total + row, total)
+        share = lib.where(agrees, share + weight, share)
+    return lib.where(share > 0, divide(total, share), 0.0)
 
 
 def weigh_agreeing(settings: TensorSettings, models: Sequence[int], found: Found) -> Coefficients:
@@ -26,7 +44,7 @@ TIES: Final = Method(
     "ties",
     card=describe,
     paper="[TIES](https://arxiv.org/abs/2306.01708)",
-    kernel="elect",
+    operation=Operation("elect", elect, compiled=True),
     settings={"weights": None, "normalize": None, "keep_ratio": 1.0},
     drop_rate=DARE_RATE,
     share=keep_shares,

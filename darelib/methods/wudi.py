@@ -26,7 +26,7 @@ from typing import Final
 from darelib.core.arrays import Array, library
 from darelib.core.matrices import LONGEST_SIDE, Factors, Matrices, find_span
 from darelib.methods.looks import MatrixLook
-from darelib.methods.method import Method, WholeMerge
+from darelib.methods.method import SUM, Method, WholeMerge
 from darelib.methods.settings import Options
 
 # In float32, what lies where no change is comes out too large, by about this times the unit
@@ -325,11 +325,12 @@ WUDI: Final = Method(
         f"(ridge {settings.options['ridge']:g}), and added to the base"
     ),
     paper="[WUDI-Merging](https://arxiv.org/abs/2503.08099)",
-    kernel="sum",
+    operation=SUM,
     settings={"weights": None, "ridge": 1.0, "norm_limit": 1.5},
     looks=lambda _: (MatrixLook,),
     normalize=True,
     shares_only=True,
     whole=WholeMerge(define, merge_matrices, merge_spaces, count_operations),
     adds_ranks=True,
+    exact=False,
 )

@@ -259,8 +259,14 @@ def estimate_merge(
 
 def estimate_memory(plan: FilePlan, inputs: Sequence[Checkpoint]) -> int:
     """About what the process will hold: itself, what is known of the tensors, and the buffers."""
-    kinds = {look.kernel for tensor in plan.tensors for look in tensor.looks}
-    buffers = Buffers(len(plan.models), plan.chunk * plan.itemsize, kinds, plan.ranked).nbytes
+    looks = {look for tensor in plan.tensors for look in tensor.looks}
+    buffers = Buffers(
+        models=len(plan.models),
+        row_bytes=plan.chunk * plan.itemsize,
+        kernels={look.kernel for look in looks},
+        ranked=plan.ranked,
+        counters=max((look.counters for look in looks), default=0),
+    ).nbytes
     held = [model.held_bytes for model in inputs]
     kept = min(plan.threads * sum(held), TUNING.expand_elements * 4)
     waiting = [tensor.encoding.count_held(tensor.base, plan.chunk) for tensor in plan.tensors]

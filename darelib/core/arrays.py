@@ -10,7 +10,9 @@ Array = Any  # of one dimension, but for matrices
 
 def library(array: Array) -> Any:
     """NumPy or torch: the names that are used of them mean the same in both."""
-    return sys.modules[type(array).__module__.partition(".")[0]]
+    numpy = sys.modules["numpy"]  # the kernels have loaded it
+    is_numpy = isinstance(array, numpy.ndarray | numpy.generic)
+    return numpy if is_numpy else sys.modules["torch"]
 
 
 def divide(dividend: Array, divisor: Array) -> Array:

@@ -11,10 +11,11 @@ from darelib.core.arrays import Array, add_up, fold_tiles
 from darelib.core.drops import Bounds
 from darelib.core.formats import DIGIT_BITS, FORMATS
 from darelib.core.mask import KEEP_ALL, TILE
-from darelib.kernels import Kernel, KernelSpec, entries, plain
-from darelib.kernels.records import BINS, FIRST_BIN, LANES, MERGES, Buffers
-from darelib.methods.looks import PREFIXES
-from darelib.methods.method import Coefficients
+from darelib.kernels import Kernel, KernelSpec, plain
+from darelib.kernels.records import BINS, FIRST_BIN, LANES, Buffers
+from darelib.methods import OPERATIONS
+from darelib.methods.coefficients import Coefficients, Piece
+from darelib.methods.looks import PREFIXES, Look, ScoreLook
 
 
 def load_kernels(specs: Collection[KernelSpec]) -> dict[KernelSpec, Kernel]:
@@ -33,7 +34,7 @@ def find_delta(spec: KernelSpec, buffers: Buffers, i: int, base: Array) -> Array
 
 def open_model(
     spec: KernelSpec, buffers: Buffers, i: int, base: Array, first_tile: int
-) -> plain.Part:
+) -> plain.Kept:
     model = buffers.models[i]
     delta = find_delta(spec, buffers, i, base)
     if not drops_some(model):  # nothing need be drawn
@@ -107,19 +108,17 @@ def merge_chunk(
     if tensor["exact"]:
         values = read(buffers.finetuned[0], spec.finetuned, spec.real, count)
     else:
-        coefficients = Coefficients(
-            scales=(),
+        own = Coefficients(
+            scales=tuple(records["scale"].tolist()),
             weights=tuple(records["weight"].tolist()),
             bounds=(),
             floors=(),
             base_share=float(tensor["base_share"]),
             first_share=float(tensor["first_share"]),
-            bound=float(tensor["bound"]),
-            boosts=tuple(records["boost"].tolist()),
+            own=buffers.own,
         )
-        by_entry = buffers.by_entry[:count].astype(base.dtype)
-        factor = float(tensor["lambda_coeff"])
-        values = plain.combine(spec.kind, base, rows, coefficients, factor, by_entry)
+        piece = Piece(base, rows, first_tile * TILE, buffers.width)
+        values = plain.combine(spec.kind, piece, own, float(tensor["lambda_coeff"]))
     tensor["peak"] = find_peak(values, tensor["peak"])
     stored = plain.encode(values, spec.output)
     buffers.output[: stored.nbytes] = stored.view(np.uint8)
@@ -162,34 +161,29 @@ def add_chunk(spec: KernelSpec, buffers: Buffers, count: int, models: int, first
         model["kept_size"] = add_up(np.abs(row))
 
 
-def note_chunk(
-    spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int
+@np.errstate(all="ignore")
+def examine(
+    look: Look, spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int
 ) -> None:
-    """What methods that decide about single entries must know of a whole tensor."""
+    """Let a look see a chunk that a method defines."""
     base, rows = thin_chunk(spec, buffers, count, models, first_tile)
-    records = buffers.models[:models]
-    tensor = buffers.tensor[0]
-    if spec.kind == "variance":
-        scores = entries.find_variance(rows)
-        count_digits(scores[scores > 0], tensor["shift"], records[0], buffers.counts[0])
-    if spec.kind == "squares":
-        chosen = entries.select_rows(rows, float(tensor["bound"]))
-        records["squares"] = [add_up(row * row) for row in chosen]
-    if spec.kind == "overlap":
-        counts = entries.count_overlap(rows)
-        records["alone"] += counts[:, 0]
-        records["shared"] += counts[:, 1]
-    if spec.kind == "importance":  # of all entries, also of those that are dropped
-        size = np.abs(find_delta(spec, buffers, 0, base))
-        scores = size * buffers.by_entry[:count].astype(base.dtype)
-        count_digits(scores, tensor["shift"], records[0], buffers.counts[0])
+    if look.sees_dropped:
+        rows = [find_delta(spec, buffers, i, base) for i in range(models)]
+    piece = Piece(base, rows, first_tile * TILE, buffers.width)
+    if isinstance(look, ScoreLook):
+        shift = buffers.tensor["shift"][0]
+        count_digits(look.score(piece), shift, buffers.models[0], buffers.counts[0])
+    else:
+        look.add_piece(piece)
 
 
-def diverge(spec: KernelSpec, buffers: Buffers, rows: int, width: int, is_delta: bool) -> None:
-    base = read(buffers.rows[0], spec.base, spec.real, rows * width)
-    values = read(buffers.rows[1], spec.finetuned, spec.real, rows * width)
-    delta = values if is_delta else values - base
-    buffers.by_entry[:rows] = entries.find_divergences(base, delta, width)
+@np.errstate(all="ignore")
+def examine_rows(look: Look, spec: KernelSpec, buffers: Buffers, first: int, count: int) -> None:
+    """The same with whole rows, from this element on, of the base and of one model."""
+    base = read(buffers.rows[0], spec.base, spec.real, count)
+    values = read(buffers.rows[1], spec.finetuned, spec.real, count)
+    delta = values if buffers.models["is_delta"][0] else values - base
+    look.add_piece(Piece(base, [delta], first, buffers.width))
 
 
 def rank(
@@ -289,9 +283,7 @@ def unpack(
 
 
 KERNELS: Final[dict[str, Kernel]] = {
-    **dict.fromkeys(MERGES, merge_chunk),
-    **dict.fromkeys(("variance", "squares", "overlap", "importance"), note_chunk),
-    "diverge": diverge,
+    **dict.fromkeys(OPERATIONS, merge_chunk),
     "products": multiply_chunk,
     "count": count_chunk,
     "sums": add_chunk,

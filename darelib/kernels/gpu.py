@@ -30,8 +30,8 @@ from darelib.kernels.gpu_kernels import (
     products_kernel,
 )
 from darelib.methods import METHODS, choose_looks, returns_model
-from darelib.methods.looks import ArcLook, Found, TrimLook
-from darelib.methods.method import Coefficients, weigh_for_look
+from darelib.methods.coefficients import Coefficients, Found, weigh_for_look
+from darelib.methods.looks import ArcLook, TrimLook
 from darelib.methods.settings import TensorSettings
 
 Array = NDArray[Any]
@@ -78,12 +78,12 @@ def find_way(settings: TensorSettings) -> tuple[str | None, bool, bool] | None:
     method = METHODS[settings.method]
     schemes = [thinning.scheme for thinning in settings.thinnings]
     looks = choose_looks(settings, range(len(schemes)))
-    fits = {*looks} <= {TrimLook, ArcLook} and method.kernel in MERGED
+    fits = {*looks} <= {TrimLook, ArcLook} and method.operation.name in MERGED
     if not fits or any(scheme.ends or scheme.thresholds for scheme in schemes):
         return None
     exact = returns_model(settings)
     look = None if exact or not looks else looks[0]
-    counts = method.kernel != "sum" and settings.normalize and set(settings.weights) == {1}
+    counts = method.operation.name != "sum" and settings.normalize and set(settings.weights) == {1}
     return look.kernel if look else None, exact, counts and len(settings.weights) <= 5
 
 
@@ -175,10 +175,10 @@ class Batch:
             "enable_fp_fusion": False,
         }
         self.ways = {
-            "ELECTS": columns.method.kernel == "elect",
-            "AVERAGES": columns.method.kernel == "average",
+            "ELECTS": columns.method.operation.name == "elect",
+            "AVERAGES": columns.method.operation.name == "average",
             "COUNTS": counts,
-            "TRIMS": self.look == "count" or columns.method.kernel == "average",
+            "TRIMS": self.look == "count" or columns.method.operation.name == "average",
             "EXACT": exact,
             "OUTPUT": TYPES[output],
         }

@@ -1,7 +1,8 @@
 """What kernels must know and what they find: records with named fields; one thread's buffers."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -9,29 +10,27 @@ from numpy.typing import NDArray
 
 from darelib.core.mask import TILE
 
-# Kernels that merge: the only ones that write values of the output's type.
-MERGES: Final = ("sum", "elect", "average", "near", "select", "boost", "fuse")
+# Compiled kernels that merge: the only ones that write values of the output's type.
+MERGES: Final = ("sum", "elect", "average")
 
 # A record for each model. threshold: what has mask bits below it is kept. peak is the bit pattern
 # of the largest |delta|. bounded: what lies between low and high is kept, and of what equals them,
 # what has mask bits below at_low or at_high. ranked: each entry has last bits of its own; divided:
-# by which it is rescaled, too. end: which of the vectors that are multiplied it belongs to. boost:
-# what only this model changes is multiplied by it. alone, shared: how many entries it changes
-# alone, and with others.
+# by which it is rescaled, too. end: which of the vectors that are multiplied it belongs to.
 MODEL: Final = np.dtype(
     [(name, "u8") for name in ("key_0", "key_1", "threshold", "end", "prefix", "prefix_2")]
-    + [(name, "u8") for name in ("prefix_3", "alone", "shared")]
+    + [(name, "u8") for name in ("prefix_3",)]
     + [(name, "u8") for name in ("is_delta", "bounded", "at_low", "at_high", "ranked", "divided")]
-    + [(name, "f8") for name in ("scale", "weight", "boost", "floor", "low", "high")]
+    + [(name, "f8") for name in ("scale", "weight", "floor", "low", "high")]
     + [(name, "u8") for name in ("peak", "above", "kept", "zeros")]
     + [(name, "f8") for name in ("size", "kept_size", "squares")]
 )
 # One record for the tensor. first_share: what ties adds weights to before it divides. exact: the
 # only model is used as it is. shift: which bits sizes are counted by. ends: how many vectors are
-# multiplied by each other; from_zero: they are values, not deltas. bound: what the score of an
-# entry must reach. delta_threshold: larger |delta| are counted.
+# multiplied by each other; from_zero: they are values, not deltas. delta_threshold: larger |delta|
+# are counted.
 TENSOR: Final = np.dtype(
-    [(name, "f8") for name in ("lambda_coeff", "base_share", "first_share", "bound")]
+    [(name, "f8") for name in ("lambda_coeff", "base_share", "first_share")]
     + [("delta_threshold", "f8")]
     + [(name, "u8") for name in ("exact", "shift", "peak", "ends", "from_zero")]
     + [(name, "f8") for name in ("base_size", "base_squares")]
@@ -83,12 +82,9 @@ LANES: Final = 4
 SORT_BITS: Final = 11
 SORT_COUNTERS: Final = 64 // (SORT_BITS - 1) + 1 << SORT_BITS
 WIDEST: Final = 8  # bytes of an element
-SUMMED: Final = {"products", "squares"}  # kernels whose sums, by tiles, are in the output's place
 # Counters per model, by kernel: for each prefix, one for each digit.
 COUNTERS: Final = {
     "count": 2 << 16,
-    "variance": 2 << 16,
-    "importance": 3 << 16,
     "measure": LANES * BINS,
 }
 NARROWEST: Final = 2  # bytes of an element
@@ -105,28 +101,35 @@ def align(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
 class Buffers:
     """One thread's buffers, made once and used for every job.
 
-    kernels: the kinds that will use them. ranked: elements of the longest row that entries are
-    ranked in, if any.
+    kernels: the kinds that will use them. ranked: elements of the longest row that is read as a
+    whole, if any. counters: of each model, beside those of the kernels.
     """
 
+    # What the definition of a method that is not compiled needs besides.
+    own: Mapping[str, Any] = MappingProxyType({})
+    width = 1  # of the tensor's rows
+
     def __init__(
-        self, models: int, row_bytes: int, kernels: Collection[str], ranked: int = 0
+        self,
+        models: int,
+        row_bytes: int,
+        kernels: Collection[str],
+        ranked: int = 0,
+        counters: int = 0,
     ) -> None:
         self.base = align((row_bytes,), np.uint8)
         self.finetuned = align((models, row_bytes), np.uint8)
         # Where a merge puts its result, all models' products are added up by tiles, in float64.
-        tiles = -(-row_bytes // (TILE * NARROWEST)) if {*kernels} & SUMMED else 0
+        tiles = -(-row_bytes // (TILE * NARROWEST)) if "products" in kernels else 0
         self.output = align((max(row_bytes, 4 * models * (models + 1) * tiles),), np.uint8)
         self.models = align((models,), MODEL)
         self.tensor = align((1,), TENSOR)
         self.scratch = align((SCRATCH_ROWS + models + 1, SCRATCH_WIDTH), np.float64)
-        counters = max((COUNTERS.get(kind, 0) for kind in kernels), default=0)
+        counters = max([counters, *(COUNTERS.get(kind, 0) for kind in kernels)])
         self.counts = align((models, counters), np.uint32)
         self.pairs = align((models * (models - 1) // 2,), PAIR)
-        # A score for each entry takes twice the room of last bits; no kernel wants both.
-        room = row_bytes if "importance" in kernels else row_bytes // NARROWEST
         # The largest mask bits with which an entry is kept: its threshold - 1, to fit 16 bits.
-        self.last_bits = align((models, room if ranked else 0), np.uint16)
+        self.last_bits = align((models, row_bytes // NARROWEST if ranked else 0), np.uint16)
         # Whole rows of the base and of one model; those at the ends may be in other chunks, too.
         self.rows = align((2, row_bytes + 2 * ranked * WIDEST if ranked else 0), np.uint8)
         # For each entry of a row two patterns and two places, then counters.
@@ -136,10 +139,6 @@ class Buffers:
         for name, array in vars(self).items():
             if name in (CHUNK.names or ()):
                 self.arguments[name] = array.ctypes.data
-
-    @property
-    def by_entry(self) -> NDArray[np.float32]:
-        return self.last_bits.reshape(-1).view(np.float32)
 
     def clear(self) -> None:
         """Forget what kernels have found, and what they had to know."""
@@ -156,4 +155,5 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for array in vars(self).values())
+        arrays = (each for each in vars(self).values() if isinstance(each, np.ndarray))
+        return sum(array.nbytes for array in arrays)

@@ -10,10 +10,10 @@ from darelib.core.mask import TILE
 from darelib.core.matrices import Matrices
 from darelib.core.text import DareError
 from darelib.core.tuning import TUNING
-from darelib.kernels import entries, plain
+from darelib.kernels import plain
 from darelib.kernels.matrix_engine import merge_matrices
 from darelib.methods import METHODS, returns_model
-from darelib.methods.looks import Found
+from darelib.methods.coefficients import Found
 from darelib.methods.settings import TensorSettings
 
 Tensor = torch.Tensor
@@ -88,19 +88,18 @@ class TensorMerge:
         bits = torch.finfo(self.real).bits
         count = len(self.flat)
         found = plain.look_up(self.settings, models, self._open_pieces, count, bits, width)
-        coefficients = METHODS[self.settings.method].weigh(self.settings, models, found)
+        own = METHODS[self.settings.method].weigh(self.settings, models, found)
         change = self.solutions.changes.get(self.name)
         if self.matrices and change is None:
             change = self._solve(found)
             self.solutions.keep(self.name, change)
         for start, base in self._chunks():
             if change is None:
-                parts = (self._open(i, start, base, found) for i in models)
-                by_entry = entries.spread(found.by_row, width, start, len(base), base)
-                values = plain.merge_parts(self.settings, base, parts, coefficients, by_entry)
+                kept = {i: self._open(i, start, base, found) for i in models}
+                values = plain.merge_piece(self.settings, base, kept, own, start, width)
             else:
-                own = change[start : start + len(base)]
-                values = plain.add_change(base, own, self.settings.lambda_coeff)
+                part = change[start : start + len(base)]
+                values = plain.add_change(base, part, self.settings.lambda_coeff)
             if models and returns_model(self.settings):
                 values = self._read(self.parts[0], start, start + len(base))
             if self.real == torch.float64 and self.dtype.itemsize == 2:
@@ -143,11 +142,11 @@ class TensorMerge:
 
     def _open_pieces(
         self, models: Sequence[int], found: Found
-    ) -> Iterator[tuple[Tensor, dict[int, plain.Part]]]:
+    ) -> Iterator[tuple[Tensor, dict[int, plain.Kept]]]:
         for start, base in self._chunks():
             yield base, {i: self._open(i, start, base, found) for i in models}
 
-    def _open(self, i: int, start: int, base: Tensor, found: Found) -> plain.Part:
+    def _open(self, i: int, start: int, base: Tensor, found: Found) -> plain.Kept:
         """A model's delta, and what is kept of it, for a chunk of the base."""
         stop = start + len(base)
         delta = self._read(self.parts[i], start, stop) - base

@@ -343,7 +343,7 @@ class PeakLook(Look):
     changed = False
 
     def __post_init__(self) -> None:
-        self.kernel = METHODS[self.settings.method].kernel
+        self.kernel = METHODS[self.settings.method].operation.name
 
     def add_chunk(self, start: int, count: int, buffers: Any) -> None:
         merged = buffers.output.view(np.float32)[:count]

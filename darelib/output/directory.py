@@ -347,7 +347,7 @@ def model_card(
     base, *models = [as_code(card_name(model.source)) for model in inputs]
     settings = config.general(len(models))
     resolved = config.resolve_all(len(models))
-    is_exact = kind.is_exact and not any(METHODS[own.method].whole for own in resolved)
+    is_exact = kind.is_exact and all(METHODS[own.method].exact for own in resolved)
     drops = list_drops(resolved)
     methods = [METHODS[name] for name in dict.fromkeys(own.method for own in resolved)]
     # Of random drops it is known by the paper's name.

@@ -21,6 +21,7 @@ from darelib.config import DareConfig, parse_size
 from darelib.core.text import ConfigError, DareError, human, list_names
 from darelib.core.tuning import TUNING
 from darelib.kernels.comparison import Comparison, compare_factors, compare_values
+from darelib.methods import METHODS
 from darelib.models.checkpoint import CLASS_KEY, Checkpoint
 from darelib.models.directories import CONFIG_FILE, DIFFUSERS_STEM, part_name
 from darelib.models.encodings import Encoding, TensorInfo
@@ -110,7 +111,9 @@ class FilePlan(MergePlan):
         """How values of a tensor are compared that are not the same everywhere; None: they are."""
         if tensor.name in self.modules:
             return compare_factors
-        return compare_values if tensor.matrices else None
+        is_solved = tensor.merged and tensor.finetuned
+        is_exact = METHODS[tensor.settings.method].exact
+        return compare_values if is_solved and not is_exact else None
 
     @property
     def is_measured(self) -> bool:

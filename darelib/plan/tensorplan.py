@@ -12,7 +12,8 @@ from darelib.core.formats import FORMATS, STORED_BITS
 from darelib.core.matrices import Matrices, find_matrices
 from darelib.kernels import KernelSpec
 from darelib.methods import METHODS, choose_looks
-from darelib.methods.looks import Found, Look
+from darelib.methods.coefficients import Found
+from darelib.methods.looks import Look
 from darelib.methods.settings import BASE, TensorSettings
 from darelib.models.directories import OWN_STEM
 from darelib.models.encodings import Encoding, TensorInfo
@@ -136,7 +137,7 @@ def choose_kernel(
     common = "F64" if "F64" in types | {base.dtype, output} else "F32"
     if len(types) == 1 and not METHODS[method].whole:  # a solved change is in floats
         [common] = types
-    return KernelSpec(METHODS[method].kernel, base.dtype, common, output)
+    return KernelSpec(METHODS[method].operation.name, base.dtype, common, output)
 
 
 # --- files ---------------------------------------------------------------------------------------

@@ -67,19 +67,20 @@ class Reader:
         for row in range(len(tensor.finetuned)):
             self._load_model(tensor, row, start, base, buffers.finetuned[row], count)
 
-    def measure_rows(
-        self, kernel: Kernel, tensor: TensorPlan, start: int, count: int, buffers: Buffers
-    ) -> int:
-        """Let a kernel see all rows that start in a chunk. Gives how many they are."""
+    def load_rows(
+        self, tensor: TensorPlan, start: int, count: int, buffers: Buffers
+    ) -> tuple[int, int] | None:
+        """Read all rows that start in a chunk, of the base and of the only model. Gives where they
+        begin, and how many elements they have; a row may be longer than a chunk.
+        """
         width = tensor.base.width
-        first = -(-start // width)
-        rows = -(-(start + count) // width) - first
-        if rows:  # a row may be longer than a chunk
-            base = read(self._base, tensor.base, first * width, rows * width, buffers.rows[0])
-            _, info = tensor.finetuned[0]
-            self._load_model(tensor, 0, first * width, base, buffers.rows[1], rows * width)
-            kernel(buffers, rows, width, info.is_delta)
-        return rows
+        first = -(-start // width) * width
+        elements = -(-(start + count) // width) * width - first
+        if not elements:
+            return None
+        base = read(self._base, tensor.base, first, elements, buffers.rows[0])
+        self._load_model(tensor, 0, first, base, buffers.rows[1], elements)
+        return first, elements
 
     def load_change(
         self,

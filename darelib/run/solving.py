@@ -21,8 +21,7 @@ from darelib.core.tuning import TUNING
 from darelib.kernels.fallback import thin_chunk
 from darelib.kernels.matrix_engine import MatrixEngine, find_whole, merge_factors
 from darelib.kernels.records import Buffers
-from darelib.methods.looks import Found
-from darelib.methods.method import weigh_for_look
+from darelib.methods.coefficients import Found, weigh_for_look
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.encodings import TensorInfo
 from darelib.plan.plan import Job, MergePlan

@@ -17,11 +17,11 @@ from darelib.core.mask import KEEP_ALL, MASK_BITS, TILE, mask_key
 from darelib.core.text import DareError
 from darelib.kernels import KernelSpec
 from darelib.kernels.engines import load_kernels
-from darelib.kernels.entries import spread
+from darelib.kernels.fallback import examine, examine_rows
 from darelib.kernels.records import Buffers
 from darelib.methods import METHODS, returns_model
-from darelib.methods.looks import Found, Look
-from darelib.methods.method import Coefficients, weigh_for_look
+from darelib.methods.coefficients import Coefficients, Found, weigh_for_look
+from darelib.methods.looks import Look
 from darelib.models.checkpoint import QUANTISE_HINT, Checkpoint
 from darelib.models.encodings import Target, TensorInfo
 from darelib.models.fp8 import UNREAD_HINTS
@@ -71,7 +71,7 @@ class Worker:
         self._masks: dict[str, bool] = {}  # by tensor with infinities: whether it is a mask
         wanted = {spec for model in inputs for spec in model.specs} | {*specs}
         for tensor in plan.tensors:
-            looks = [look for look, _ in passes.get(tensor.name, ()) if not look.whole]
+            looks = [look for look, _ in passes.get(tensor.name, ()) if look.kernel]
             wanted |= {tensor.look_spec(look) for look in looks}
         self.kernels = load_kernels(wanted, plan.config.engine, interrupts, count_work(plan))
         self.reader = Reader(plan, inputs, self.kernels)
@@ -79,10 +79,16 @@ class Worker:
             model.prepare(self.kernels, len(inputs))
 
     def make_buffers(self) -> Buffers:
-        kinds = {look.kernel for passes in self.passes.values() for look, _ in passes}
-        ranks = any(spec.kind in ("rank", "diverge") for spec in self.kernels)
-        row_bytes = self.plan.chunk * self.plan.itemsize
-        return Buffers(len(self.models), row_bytes, kinds, self.plan.ranked if ranks else 0)
+        looks = [look for passes in self.passes.values() for look, _ in passes]
+        ranks = any(spec.kind == "rank" for spec in self.kernels)
+        reads_rows = ranks or any(look.of_rows for look in looks)
+        return Buffers(
+            models=len(self.models),
+            row_bytes=self.plan.chunk * self.plan.itemsize,
+            kernels={look.kernel for look in looks},
+            ranked=self.plan.ranked if reads_rows else 0,
+            counters=max((look.counters for look in looks), default=0),
+        )
 
     def run(self, job: Job, buffers: Buffers, write: Write) -> Outcome | None:
         return self.tasks[job.kind](job, buffers, write)
@@ -157,22 +163,23 @@ class Worker:
     ) -> bool:
         """Let a look's kernel see a range. Gives whether all deltas are finite."""
         tensor = job.tensor
-        kernel = self.kernels[tensor.look_spec(look)]
         models = len(tensor.finetuned)
         if look.merges:
             models = self.describe_merge(tensor, buffers, look.found)
         else:
-            seen = weigh_for_look(tensor.settings, tensor.models, look.found)
-            self.describe(tensor, buffers, seen)
+            self.describe(tensor, buffers, look.weigh())
         look.describe(buffers, look_pass)
         for start, count in self.chunks(job):
             if look.of_rows:
-                rows = self.reader.measure_rows(kernel, tensor, start, count, buffers)
-                look.add_chunk(start, rows, buffers)
+                if rows := self.reader.load_rows(tensor, start, count, buffers):
+                    examine_rows(look, tensor.spec, buffers, *rows)
                 continue
             self.load(tensor, start, count, buffers, look.found, is_mask, tensor.encoding.rereads)
-            kernel(buffers, count, models, start // TILE)
-            look.add_chunk(start, count, buffers)
+            if look.kernel:
+                self.kernels[tensor.look_spec(look)](buffers, count, models, start // TILE)
+                look.add_chunk(start, count, buffers)
+            else:
+                examine(look, tensor.spec, buffers, count, models, start // TILE)
         return bool(np.isfinite(find_peaks(tensor, buffers, models)).all())
 
     def _merge_range(
@@ -266,9 +273,6 @@ class Worker:
         if is_mask:
             buffers.base[:] = 0
             buffers.finetuned[:] = 0
-        if found.by_row is not None:
-            own = buffers.by_entry
-            own[:count] = spread(found.by_row, found.width, start, count, own)
 
     def count(self, job: Job, buffers: Buffers) -> dict[int, Tally]:
         """What kernels have counted in a job, by model. Statistics are of weights."""
@@ -293,11 +297,13 @@ class Worker:
             record["divided"] = thinning.divides_each
             record["end"] = i
             record["is_delta"] = info.is_delta
-            for name in ("scale", "weight", "floor", "boost"):
+            for name in ("scale", "weight", "floor"):
                 record[name] = getattr(found, f"{name}s")[row]
+        buffers.own = found.own
+        buffers.width = tensor.base.width
         whole = buffers.tensor[0]
         whole["lambda_coeff"] = settings.lambda_coeff
-        for name in ("base_share", "first_share", "bound"):
+        for name in ("base_share", "first_share"):
             whole[name] = getattr(found, name)
         whole["delta_threshold"] = self.plan.config.delta_threshold
         has_values = any(not info.is_delta for _, info in tensor.finetuned)

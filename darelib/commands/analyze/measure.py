@@ -20,7 +20,8 @@ from darelib.core.interrupts import Interrupts
 from darelib.core.mask import TILE
 from darelib.core.text import DareError, progress
 from darelib.kernels.records import BINS, FIRST_BIN, LANES
-from darelib.methods.looks import Found, Look
+from darelib.methods.coefficients import Found
+from darelib.methods.looks import Look
 from darelib.methods.settings import TensorSettings
 from darelib.models.checkpoint import Checkpoint, module_of
 from darelib.plan.plan import LOOK, MergePlan

@@ -18,10 +18,10 @@ LLAMA = "Llama"
 ON_TENSORS: dict[str, dict[str, Any]] = {
     "linear": {},
     "ties": {"method": "ties"},
-    "slerp": {"method": "slerp"},
+    "slerp": {"method": "slerp", "drop_rate": 0.9},
 }
 ON_TENSORS["trim"] = {"method": "ties", "drop_rate": 0.5, "keep_ratio": 0.5}
-ON_TENSORS["ram"] = {"method": "ram"}
+ON_TENSORS["ram"] = {"method": "ram", "drop_rate": 0.9}
 ON_TENSORS["ram, nothing dropped"] = {"method": "ram", "drop_rate": 0.0}
 
 

@@ -44,6 +44,7 @@ class Solutions:
 
     def __init__(self) -> None:
         self._known: dict[object, dict[str, Tensor]] = {}  # by settings, the latest last
+        self.changes: dict[str, Tensor] = {}  # of the settings that were chosen
 
     def open(self, key: object) -> None:
         """Choose those of some settings."""

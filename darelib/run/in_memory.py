@@ -180,7 +180,8 @@ class StateMerge:
         self.models = [state.state for state in states[1:]]
         self.out = out
         self.solutions = solutions or Solutions()
-        self.solutions.open(repr(replace(self.config, lambda_coeff=1.0)))
+        if solutions:  # of whole matrices, in a search: lambda only multiplies them
+            self.solutions.open(repr(replace(self.config, lambda_coeff=1.0)))
         self.places = None if out is None else StateDict("out", out)
         self.merged: dict[str, Tensor] = {}
         on_gpu = any(tensor.is_cuda for tensor in self.base.values())

@@ -84,9 +84,9 @@ def test_nothing_is_left_behind(folder: Path, stop: type[BaseException], status:
 @pytest.mark.parametrize(
     ("documents", "words"),
     [
-        ([FIRST, SECOND, FIRST], "another document is called 'first'"),
-        ([LAST, LAST], "another one has none either"),
-        ([FIRST, LAST.replace("second", "one"), SECOND], "'', 'second' are used by no other"),
+        ([FIRST, SECOND, FIRST], "another document has the name 'first'"),
+        ([LAST, LAST], "two documents have none"),
+        ([FIRST, LAST.replace("second", "one"), SECOND], "no other document uses '', 'second'"),
         ([FIRST.replace("model: one", "model: second"), SECOND, LAST], "first -> second -> first"),
         ([FIRST.replace("name: first", "name: a/b"), LAST], "'a/b' is no name for a folder"),
         ([FIRST.replace("name: first", "name: .."), LAST], "'..' is no name for a folder"),

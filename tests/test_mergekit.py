@@ -9,6 +9,8 @@ import torch
 import yaml
 
 import dare
+from darelib.methods import MERGEKIT
+from darelib.requests.mergekitfile import PARAMETERS
 from tests.support import (
     BF16,
     F32,
@@ -255,7 +257,7 @@ slices:
       - {model: $m2, layer_range: [3, 4], parameters: {weight: 2}}
       - model: $m3
         layer_range: [2, 3]
-        parameters: {weight: [{filter: mlp, value: 3}, {value: 1}]}
+        parameters: {weight: [{filter: layers.2.mlp, value: 3}, {value: 1}]}
 """
 BASES = """
 merge_method: ties
@@ -391,8 +393,35 @@ EXACT |= SPANNED
 
 # Methods that decide about single entries.
 ONE = "\nbase_model: $b\nmodels: [{model: $m1}]\ndtype: float32\n"
-THREE = ONE.replace("{model: $m1}", "{model: $m1}, {model: $m2}, {model: $m3}")
+OTHERS = ", {model: $m2}, {model: $m3}"
+THREE = ONE.replace("{model: $m1}", "{model: $m1}" + OTHERS)
+# Parameters that other methods read, at every level, and others in the wrong place.
+UNUSED = "{normalize: true, lambda: 3, weight: 2, int8_mask: true, select_topk: 0.1, t: 0.9}"
+UNUSED_PARAMETERS = THREE.replace("$m1}", f"$m1, parameters: {UNUSED}}}")
+UNUSED_PARAMETERS += f"parameters: {UNUSED}\n"
 EXACT |= {
+    "model_stock, unused parameters": "merge_method: model_stock" + UNUSED_PARAMETERS,
+    "sce, unused parameters": "merge_method: sce" + UNUSED_PARAMETERS,
+    "sce, parameters at the top": "merge_method: sce\nselect_topk: 0.1\nint8_mask: true" + THREE,
+    "ram, unused parameters": "merge_method: ram" + UNUSED_PARAMETERS,
+    "karcher, unused parameters": "merge_method: karcher" + UNUSED_PARAMETERS,
+    "slerp, unused parameters": "merge_method: slerp" + UNUSED_PARAMETERS.replace(OTHERS, ""),
+    "nearswap, unused parameters": "merge_method: nearswap" + UNUSED_PARAMETERS.replace(OTHERS, ""),
+    "multislerp, unused parameters": "merge_method: multislerp" + UNUSED_PARAMETERS,
+    "nuslerp, unused parameters": "merge_method: nuslerp"
+    + UNUSED_PARAMETERS.replace(", {model: $m3}", ""),
+    "passthrough, unused parameters": "merge_method: passthrough\nmodels: [{model: $m2, "
+    f"revision: main, parameters: {UNUSED}}}]\nparameters: {UNUSED}",
+    "ties, a revision of a path": "merge_method: ties"
+    + TWO.replace("model: $m1", "model: {model: {path: $m1, revision: main}}"),
+    **{
+        f"{method}, only the base": f"merge_method: {method}\nbase_model: $b\n"
+        "models: [{model: $b}]\nparameters: {weight: 0.5, lambda: 2}"
+        for method in ("task_arithmetic", "ties", "dare_ties", "ram", "sce", "linear")
+    },
+    "task arithmetic, layers of the base": "merge_method: task_arithmetic\nbase_model: $b\n"
+    "slices: [{sources: [{model: $b, layer_range: [0, 2]}]}, "
+    "{sources: [{model: $b, layer_range: [1, 3]}]}]",
     "nearswap": "merge_method: nearswap\nparameters: {t: 0.01}" + ONE,
     "nearswap, the base listed": "merge_method: nearswap\nparameters: {t: 0.01}"
     + ONE.replace("[{", "[{model: $b}, {"),
@@ -581,10 +610,19 @@ def test_what_is_stored_in_16_bits_is_mergekits_within_one_rounding(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", ["union", "base", "$m2"])
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        *("tokenizer_source: union", "tokenizer_source: base", "tokenizer_source: $m2"),
+        *(
+            f"tokenizer: {{source: {source}, pad_to_multiple_of: {multiple}}}"
+            for source, multiple in (("union", 16), ("base", 7), ("$m2", 4), ("base", 48))
+        ),
+    ],
+)
 @pytest.mark.parametrize("method", ["task_arithmetic", "linear"])
-def test_rows_are_those_of_mergekits_tokens(method: str, source: str, tmp_path: Path) -> None:
-    """Each model has a token of its own, which keeps the row that it has there."""
+def test_rows_are_those_of_mergekits_tokens(method: str, tokenizer: str, tmp_path: Path) -> None:
+    """Each model has a token of its own, which keeps its row. After the tokens comes padding."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -600,26 +638,35 @@ def test_rows_are_those_of_mergekits_tokens(method: str, source: str, tmp_path: 
             tmp_path / name, tensors, **CONFIG | {"vocab_size": VOCABULARY + bool(k)}
         )
         words = {"<unk>": 0} | {f"w{number}": number for number in range(1, VOCABULARY)}
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=Tokenizer(models.WordLevel(words, "<unk>"))
-        )
-        tokenizer.add_tokens([f"<{name}>"] if k else [])
-        tokenizer.save_pretrained(paths[name])
+        own = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, "<unk>")))
+        own.add_tokens([f"<{name}>"] if k else [])
+        own.save_pretrained(paths[name])
     text = (
         f"merge_method: {method}\nbase_model: $b\nmodels: [{{model: $b}}, {{model: $m1}}, "
-        f"{{model: $m2}}]\nparameters: {{weight: 0.4}}\ntokenizer_source: {source}\n"
+        f"{{model: $m2}}]\nparameters: {{weight: 0.4}}\n{tokenizer}\n"
     )
     ours, theirs = run_both(text, paths, tmp_path)
     for made, folder in zip((ours, theirs), WHO, strict=True):
         # mergekit adds the tokens in any order.
         added = PreTrainedTokenizerFast.from_pretrained(tmp_path / folder).get_added_vocab()
         rows = [*range(VOCABULARY), *(added[token] for token in sorted(added) if token != "<unk>")]
-        assert len(made["lm_head.weight"]) == len(rows)
+        height = len(made["lm_head.weight"])
+        assert read_json(tmp_path / folder / "config.json")["vocab_size"] == height
+        rows += range(len(rows), height)
         made |= {
             table: made[table][rows] for table in ("model.embed_tokens.weight", "lm_head.weight")
         }
     for name in theirs:
         np.testing.assert_allclose(ours[name], theirs[name], rtol=2e-6, atol=1e-7, err_msg=name)
+    assert dare.main(["verify", str(tmp_path / "ours"), "-q"]) == 0
+
+
+def test_all_of_mergekits_parameters_are_known() -> None:
+    from mergekit.merge_methods.registry import registered_methods
+
+    methods = registered_methods()
+    assert {method.spec.name for method in methods} == MERGEKIT.keys()
+    assert {each.name for method in methods for each in method.spec.parameters} == PARAMETERS
 
 
 # --- what is random: the same distribution

@@ -2,21 +2,23 @@
 results."""
 
 import json
-import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from dare import DareConfig
 from darelib.config import Chooser, Gradient
+from darelib.methods import MERGEKIT
 from darelib.models.vocabulary import TEMPLATES
 from darelib.requests.mergekit import parse_yaml
+from darelib.requests.mergekitfile import PARAMETERS
 from darelib.requests.request import Request
 from tests.support import (
     F32,
@@ -28,6 +30,7 @@ from tests.support import (
     examples,
     make_models,
     random_model,
+    read_json,
     run,
     save,
     save_directory,
@@ -48,6 +51,9 @@ MODELS = (
     "base_model: base\nmodels: [{model: one, parameters: {weight: 0.7}}, {model: two, "
     "parameters: {weight: 0.4}}]\n"
 )
+
+
+TIES = f"merge_method: ties\n{MODELS}"
 
 
 @pytest.fixture
@@ -81,42 +87,116 @@ def with_method(method: str, parameters: str = "", models: str = MODELS) -> dict
 # --- what a file means
 
 
-def test_a_name_what_is_not_about_the_merge_and_an_only_module_change_nothing(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    plain = read(f"merge_method: ties\n{MODELS}parameters: {{lambda: 0.5, density: 0.5}}")
+def test_a_name_and_an_only_module_change_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    plain = read(f"{TIES}parameters: {{lambda: 0.5, density: 0.5}}")
     base, models = MODELS.splitlines()
     inner = f"modules: {{default: {{{models}, parameters: {{lambda: 0.5}}}}}}"
     wrapped = read(f"name: x\nmerge_method: ties\n{base}\n{inner}\nparameters: {{density: 0.5}}")
     assert wrapped == plain
     assert not caplog.records
-    said = read(f"license: mit\nrandom_seed: 3\nmerge_method: ties\n{MODELS}")
-    assert said == read(f"merge_method: ties\n{MODELS}")
-    assert [record.message.rpartition(": ")[2] for record in caplog.records] == [
-        "license does nothing",
-        "random_seed does nothing",
-    ]
 
 
-def test_what_mergekit_ignores_is_a_warning_if_lenient(
+SOURCES = "base_model: base\nslices: [{sources: [{model: one, layer_range: [0, 4]}]"
+
+
+@pytest.mark.parametrize(
+    ("plain", "changed", "warnings"),
+    [
+        (MODELS, f"license: mit\n{MODELS}", ["license has no effect here, as in mergekit"]),
+        (
+            MODELS,
+            f"{MODELS}int8_mask: true\nrandom_seed: 3",
+            [
+                "int8_mask has no effect here, as in mergekit; put it under parameters",
+                "random_seed has no effect here, as in mergekit",
+            ],
+        ),
+        (
+            MODELS,
+            MODELS.replace(
+                "{model: two", "{model: two, density: 0.5, revision: main, layer_range: 1"
+            ),
+            [
+                "models[1]: density has no effect here, as in mergekit; put it under parameters",
+                "models[1]: revision has no effect here, as in mergekit",
+                "models[1]: layer_range has no effect here, as in mergekit",
+            ],
+        ),
+        (
+            f"{SOURCES}}}]\nparameters: {{weight: 1}}",
+            f"{SOURCES}, merge_method: slerp, dtype: float16}}]\nparameters: {{weight: 1}}",
+            [f"slices[0]: {key} has no effect here" for key in ("merge_method", "dtype")],
+        ),
+        (
+            MODELS.replace("0.7", "[{filter: mlp, value: 1}, {value: 0.5}]"),
+            MODELS.replace(
+                "0.7",
+                "[{filter: mlp.*.weight, value: 2}, {filter: mlp, value: 1}, {value: 0.5}]",
+            ),
+            ["filter 'mlp.*.weight' is part of no tensor's name, so it has no effect"],
+        ),
+        (
+            MODELS,
+            MODELS.replace("model: one", "model: one@v1"),
+            ["models[0].model: 'one' is on this machine, so its revision has no effect"],
+        ),
+        (
+            MODELS,
+            MODELS.replace("model: one", "model: {model: {path: one, revision: v1}}"),
+            ["models[0].model: 'one' is on this machine, so its revision has no effect"],
+        ),
+    ],
+)
+def test_what_mergekit_does_not_read_is_a_warning(
+    folder: Path, caplog: pytest.LogCaptureFixture, plain: str, changed: str, warnings: list[str]
+) -> None:
+    assert read(f"merge_method: ties\n{changed}") == read(f"merge_method: ties\n{plain}")
+    for record, warning in zip(caplog.records, warnings, strict=True):
+        assert record.message.startswith(f"merge.yaml: {warning}")
+
+
+@pytest.mark.parametrize("method", MERGEKIT)
+def test_parameters_of_other_methods_are_a_warning(
+    method: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At every level: the file's, a slice's and a model's."""
+    _, family = MERGEKIT[method]
+    own = {*family.each, *family.shared, *family.only, *family.ignored}
+    others = dict.fromkeys(sorted(PARAMETERS - own), 0.5)
+    used = {key: 0.5 for key in ("weight", "t") if key in own}
+    models = ["two"] if method == "passthrough" else ["one", "two", "base"]
+    listed = models[-2:] if family.others[1] == 1 else models
+
+    def write(given: dict[str, float]) -> str:
+        sources = [{"model": model, "layer_range": [0, 4], "parameters": given} for model in listed]
+        slices = [{"sources": sources, "parameters": given}]
+        file = {"merge_method": method, "base_model": "base", "slices": slices}
+        return json.dumps(file | {"parameters": used | given})
+
+    plain = read(write({}))
+    assert not caplog.records
+    assert read(write(others)) == plain
+    assert len(caplog.records) == len(others) * (len(listed) + 2)
+
+
+def test_misspellings_are_errors_unless_lenient(
     folder: Path, refused: Refusal, capsys: Capture
 ) -> None:
-    """What it reads and does not use, and a method where there can be none, is one in any case."""
-    models = MODELS.replace("weight: 0.4", "weight: 0.4, select_topk: 1, lambda: 3")
-    text = f"merge_method: ties\n{models}lamda: 2\nevaluation: {{tasks: [a]}}\n"
-    slices = "base_model: base\nslices: [{sources: [{model: one, layer_range: [0, 4]}], "
-    known = f"merge_method: ties\n{slices}merge_method: slerp, residual_weight: 1}}]\n"
+    text = f"{TIES}lamda: 2\nevaluation: {{tasks: [a]}}\n"
     (folder / "typos.yaml").write_text(text)
-    (folder / "known.yaml").write_text(known + "parameters: {weight: 1}")
-    (folder / "plain.yaml").write_text(f"merge_method: ties\n{MODELS}")
     refused(2, "--lenient", "-c", "typos.yaml", "-o", "out")
     refused(2, "--lenient means nothing", "-b", "base", "-m", "one", "-o", "out", "--lenient")
-    flags = ("-q", "--engine", "plain")
-    run("-c", "plain.yaml", "-o", "plain", *flags)
-    run("-c", "known.yaml", "-o", "known", *flags)
-    run("-c", "typos.yaml", "-o", "typos", "--lenient", *flags)
-    assert "lamda does nothing" in capsys.readouterr().err
-    assert_same(tensors_in(folder / "plain"), tensors_in(folder / "typos"))
+    run("-c", "typos.yaml", "-o", "out", "--lenient", "-q", "--engine", "plain")
+    assert "lamda has no effect here, as in mergekit" in capsys.readouterr().err
+    assert parse_yaml(text, "merge.yaml", Path(), lenient=True) == read(TIES)
+
+
+@pytest.mark.parametrize("method", ["task_arithmetic", "dare_ties", "sce"])
+def test_a_base_without_models_is_the_result(method: str, folder: Path) -> None:
+    text = f"merge_method: {method}\nbase_model: base\nmodels: [{{model: base}}]\n"
+    (folder / "merge.yaml").write_text(text)
+    run("merge.yaml", "out", "-q", "--engine", "plain")
+    assert_same(tensors_in(folder / "out"), tensors_in(folder / "base"))
 
 
 @pytest.mark.parametrize(
@@ -135,18 +215,6 @@ def test_a_model_of_density_0_has_no_weight_but_counts_where_all_do(
     made = with_method(method, parameters, models)
     assert (made["weights"], made["normalize"]) == (weights, normalize)
     assert made["drop_rate"] == [0.5, 0.0]
-
-
-def test_a_density_may_fall_to_0_over_the_layers(folder: Path) -> None:
-    models = MODELS.replace("0.7", "[0.1, 0.4], density: [1, 0.5, 0, 0]")
-    request = read(f"merge_method: ties\n{models}")
-    config = DareConfig(**request.dare, rules=request.rules)
-    chosen = [
-        Chooser(config, SHAPES, 2).choose(f"model.layers.{k}.mlp.up_proj.weight", (8, 8))[1]
-        for k in range(4)
-    ]
-    assert [settings.drop_rates[0] for settings in chosen] == [0.0, 0.5, 0.0, 0.0]
-    assert [bool(settings.weights[0]) for settings in chosen] == [True, True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -300,7 +368,7 @@ KARCHER = (
             {"method": "ram", "drop_rate": 0.0, "threshold": 0.002},
         ),
         *(
-            (f"merge_method: ties\n{MODELS}{given}", "base", "one two", {"dtype": dtype})
+            (f"{TIES}{given}", "base", "one two", {"dtype": dtype})
             for given, dtype in (
                 ("dtype: bfloat16", "bfloat16"),
                 ("dtype: float32\nout_dtype: torch.float16", "float16"),
@@ -356,7 +424,7 @@ def test_what_is_the_base_and_what_is_merged(
 def test_tokenizer_and_chat_template(
     given: str, tokenizer: str | None, template: str | None
 ) -> None:
-    request = read(f"merge_method: ties\n{MODELS}{given}")
+    request = read(f"{TIES}{given}")
     assert [s and s.name for s in (request.tokenizer, request.chat_template)] == [
         tokenizer,
         template,
@@ -377,36 +445,6 @@ def test_filters_become_rules_for_the_bases_names(folder: Path) -> None:
         ("model.layers.*.mlp.up_proj.weight",): 0.1,
         ("model.layers.3.self_attn.q_proj.weight",): Gradient((0.0, 0.5, 1.0)),
     }
-
-
-def test_gradients_are_per_slice(folder: Path) -> None:
-    text = "merge_method: task_arithmetic\nbase_model: base\nslices:\n"
-    for start, stop, own in ((0, 1, "{weight: 0.25}"), (1, 4, "{}")):
-        models = ", ".join(
-            f"{{model: {m}, layer_range: [{start}, {stop}]}}" for m in ("one", "base", "two")
-        )
-        text += f"- {{sources: [{models}], parameters: {own}}}\n"
-    request = read(
-        text
-        + (
-            "parameters: {weight: [{filter: mlp, value: [0, 0.5]}, {filter: norm, value: 4}, "
-            "{value: 2}]}"
-        )
-    )
-    found = {
-        name: next(
-            (rule.weights for rule in request.rules if rule.matches(name)),
-            tuple(request.dare["weights"]),
-        )
-        for name in SHAPES
-    }
-    expected = {
-        f"model.layers.{k}.mlp.up_proj.weight": weight
-        for k, weight in enumerate((0.25, 0, 0.25, 0.5))
-    }
-    expected |= {f"model.layers.{k}.self_attn.q_proj.weight": 2.0 if k else 0.25 for k in range(4)}
-    expected |= {"model.embed_tokens.weight": 0.25, "lm_head.weight": 2.0, "model.norm.weight": 4.0}
-    assert found == {name: (weight, weight) for name, weight in expected.items()}
 
 
 PARTS = st.sampled_from(["a", "b", "ab", "ba", "a[0]", "0", "1", "10", "*"])
@@ -846,6 +884,67 @@ models:
   - {model: two, parameters: *usual}
   - {model: three, parameters: {<<: *usual, weight: 0.1}}
 """,
+    "model_stock with parameters of other methods": """
+models:
+  - model: one
+    parameters: {weight: 1.0}
+  - model: two
+base_model: base
+merge_method: model_stock
+parameters: {normalize: false, int8_mask: true}
+dtype: bfloat16
+tokenizer_source: base
+""",
+    "arcee_fusion with weights": """
+merge_method: arcee_fusion
+base_model: base
+models: [{model: base}, {model: one, parameters: {weight: 0.5}}]
+parameters: {normalize: true}
+out_dtype: bfloat16
+""",
+    "sce, select_topk and a padded union": """
+merge_method: sce
+base_model: base
+models: [{model: one}, {model: two}, {model: three}]
+parameters: {select_topk: 0.3, normalize: true, lambda: 1.0}
+int8_mask: true
+tokenizer: {source: union, pad_to_multiple_of: 4}
+chat_template: auto
+""",
+    "multislerp": """
+merge_method: multislerp
+models:
+  - {model: one, parameters: {weight: 0.6}}
+  - {model: two, parameters: {weight: 0.4}}
+parameters: {normalize: true}
+tokenizer_source: one
+""",
+    "nuslerp": """
+merge_method: nuslerp
+base_model: base
+models:
+  - {model: one, parameters: {weight: [{filter: self_attn, value: [0.2, 0.8]}, {value: 0.5}]}}
+  - {model: two, parameters: {weight: 0.5}}
+parameters: {int8_mask: true, nuslerp_row_wise: false}
+""",
+    "slerp with normalize": """
+merge_method: slerp
+base_model: base
+slices:
+  - sources:
+      - {model: base, layer_range: [0, 4], parameters: {int8_mask: true}}
+      - {model: two, layer_range: [0, 4]}
+    parameters: {int8_mask: true}
+parameters: {t: 0.4, normalize: true, int8_mask: true}
+""",
+    "passthrough that stacks layers": """
+slices:
+  - sources: [{model: one, layer_range: [0, 3]}]
+  - sources: [{model: two, layer_range: [1, 4], parameters: {scale: 0.5, weight: 1}}]
+merge_method: passthrough
+parameters: {normalize: true}
+dtype: float16
+""",
 }
 
 
@@ -873,8 +972,31 @@ def test_files_as_they_are_published_run(
     run(tmp_path / "merge.yaml", tmp_path / "out", "-q", "--engine", "plain")
     made = tensors_in(tmp_path / "out")
     base = load_file(zoo / "base" / "model.safetensors")
-    assert made.keys() == base.keys()
+    assert made.keys() >= base.keys()
     assert any(not made[name].equal(base[name]) for name in base)
+
+
+def test_a_padded_vocabulary_has_rows_of_the_mean(
+    zoo: Path, tmp_path: Path, monkeypatch: Patch, refused: Refusal
+) -> None:
+    monkeypatch.chdir(zoo)
+    text = "merge_method: task_arithmetic\nbase_model: base\nmodels: [{model: one}, {model: two}]\n"
+    text += "parameters: {weight: 0.5}\ntokenizer: {source: base, pad_to_multiple_of: 5}\n"
+    (tmp_path / "merge.yaml").write_text(text)
+    flags = ("-q", "--engine", "plain")
+    run(tmp_path / "merge.yaml", tmp_path / "out", *flags)
+    made = tensors_in(tmp_path / "out")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert made[name].shape == (15, 8)
+        expected = made[name][:12].mean(0).expand(3, 8)
+        torch.testing.assert_close(made[name][12:], expected, rtol=1e-5, atol=1e-7)
+    assert read_json(tmp_path / "out" / "config.json")["vocab_size"] == 15
+    run("-c", tmp_path / "merge.yaml", "-q", "--write-config", tmp_path / "merge.toml")
+    run("-c", tmp_path / "merge.toml", "-o", tmp_path / "again", *flags)
+    assert_same(tensors_in(tmp_path / "again"), made)
+    run("verify", tmp_path / "out", *flags)
+    words = ("-b", "base", "-m", "one", "-o", tmp_path / "no", "--pad-vocabulary", 5)
+    refused(1, ("pad_vocabulary needs the tokens", "--tokenizer union"), *words)
 
 
 @pytest.mark.parametrize("trims", [False, True])
@@ -908,6 +1030,17 @@ def test_chat_templates_render_their_formats(trims: bool) -> None:
 
 # --- what is refused
 
+
+def write_slices(method: str, *slices: list[str]) -> str:
+    """A file whose slices have sources like "one[0, 2]"."""
+    text = f"merge_method: {method}\nbase_model: base\nslices:\n"
+    for sources in slices:
+        pairs = [source.partition("[") for source in sources]
+        listed = [f"{{model: {model}, layer_range: [{layers}}}" for model, _, layers in pairs]
+        text += f"- sources: [{', '.join(listed)}]\n"
+    return text if method != "ties" else f"{text}parameters: {{weight: 1}}\n"
+
+
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9)}]\n" for k in range(1, 12)
 )
@@ -920,7 +1053,6 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("[1]", "must be a mapping"),
         ("a: b: c", "mapping values are not allowed"),
         ("merge_method: linar\n" + MODELS, "merge_method: this tool has no 'linar'"),
-        ("merge_method: passthrough\n" + MODELS, "'weight'"),
         (
             "merge_method: passthrough\nmodels: [{model: one}, {model: two}]",
             "models: passthrough takes one model, not 2",
@@ -930,106 +1062,51 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("merge_method: ties\nslices: []\nmodels: null", "either models or slices"),
         ("merge_method: ties\nmodels: one", "models: "),
         ("merge_method: ties\nmodels: [one]", "models[0]: "),
-        (
-            "merge_method: ties\nmodels: [{model: one, weight: 1}]",
-            "'weight'",
-        ),
         ("merge_method: ties\nmodels: [{parameters: {}}]", "models[0].model: "),
         ("merge_method: ties\nmodels: [{model: 3}]", "models[0].model: '3'"),
         ("merge_method: ties\nmodels: [{model: a+b+c}]", "models[0].model: 'a+b+c'"),
         ("merge_method: ties\nmodels: [{model: a@b@c}]", "'a@b@c'"),
         ("merge_method: ties\nmodels: [{model: a+}]", "''"),
-        (
-            "merge_method: ties\nmodels: [{model: base@v1}]",
-            "'base' is on this machine and has no revisions",
-        ),
         ("merge_method: ties\nmodels: [{model: one}]", "base_model: "),
         (
-            "merge_method: ties\nbase_model: base\nmodels: [{model: base}]",
+            "merge_method: multislerp\nbase_model: base\nmodels: [{model: base}]",
             "merges at least 1, not 0",
         ),
         (
             "merge_method: slerp\nbase_model: base\nmodels: [{model: one}, {model: two}]",
             "merges 1, not 2",
         ),
-        (
-            f"merge_method: ties\n{MODELS}".replace("model: two", "model: one"),
-            "models[1]: 'one' is there twice",
-        ),
-        (f"merge_method: ties\n{MODELS}lamda: 1", "'lamda'"),
-        (
-            f"merge_method: ties\n{MODELS}parameters: {{license: 1}}".replace("license", "dype"),
-            "dype",
-        ),
-        (f"merge_method: ties\n{MODELS}modules: {{a: {{}}, b: {{}}}}", "modules"),
-        (
-            f"merge_method: ties\n{MODELS}parameters: {{gamma: 1}}",
-            "'gamma'",
-        ),
-        (f"merge_method: ties\n{MODELS}parameters: {{density: 0}}", "nothing would be merged"),
-        (f"merge_method: ties\n{MODELS}parameters: {{density: -0.1}}", "density: "),
-        (
-            f"merge_method: ties\n{MODELS}parameters: {{density: [0.5, 1.5]}}",
-            "density: ",
-        ),
-        (f"merge_method: ties\n{MODELS}parameters: {{lambda: yes}}", "lambda: "),
-        (
-            f"merge_method: ties\n{MODELS}parameters: {{lambda: .inf}}",
-            "lambda: ",
-        ),
-        (f"merge_method: ties\n{MODELS}parameters: {{lambda: x}}", "lambda: "),
-        (
-            f"merge_method: ties\n{MODELS}parameters: {{lambda: [[1]]}}",
-            "lambda: ",
-        ),
-        (
-            f"merge_method: ties\n{MODELS}parameters: {{normalize: 2}}",
-            "normalize: ",
-        ),
-        (
-            f"merge_method: ties\n{MODELS}parameters: {{normalize: [true, false]}}",
-            "normalize: ",
-        ),
-        (
-            f"merge_method: ties\n{MODELS}parameters: {{lambda: [1, {{value: 1}}]}}",
-            "lambda: ",
-        ),
-        (
-            f"merge_method: ties\n{MODELS}parameters: {{lambda: {{value: 1, if: x}}}}",
-            "'if'",
-        ),
-        (
-            f"merge_method: ties\n{MODELS}parameters: {{lambda: {{value: 1, filter: 3}}}}",
-            "filter must be a word",
-        ),
-        (
-            f"merge_method: ties\n{MODELS}parameters: {{lambda: {{filter: mlp}}}}",
-            "lambda: ",
-        ),
-        (
-            "merge_method: ties\nbase_model: base\nmodels: [{model: one}]",
-            "weight of 'one': ",
-        ),
+        (f"{TIES}".replace("model: two", "model: one"), "models[1]: 'one' is there twice"),
+        (f"{TIES}lamda: 1", "'lamda'"),
+        (f"{TIES}parameters: {{license: 1}}".replace("license", "dype"), "dype"),
+        (f"{TIES}modules: {{a: {{}}, b: {{}}}}", "modules"),
+        (f"{TIES}parameters: {{density: 0}}", "nothing would be merged"),
+        (f"{TIES}parameters: {{density: -0.1}}", "density: "),
+        (f"{TIES}parameters: {{density: [0.5, 1.5]}}", "density: "),
+        (f"{TIES}parameters: {{lambda: yes}}", "lambda: "),
+        (f"{TIES}parameters: {{lambda: .inf}}", "lambda: "),
+        (f"{TIES}parameters: {{lambda: x}}", "lambda: "),
+        (f"{TIES}parameters: {{lambda: [[1]]}}", "lambda: "),
+        (f"{TIES}parameters: {{normalize: 2}}", "normalize: "),
+        (f"{TIES}parameters: {{normalize: [true, false]}}", "normalize: "),
+        (f"{TIES}parameters: {{lambda: [1, {{value: 1}}]}}", "lambda: "),
+        (f"{TIES}parameters: {{lambda: {{value: 1, if: x}}}}", "'if'"),
+        (f"{TIES}parameters: {{lambda: {{value: 1, filter: 3}}}}", "filter must be a word"),
+        (f"{TIES}parameters: {{lambda: {{filter: mlp}}}}", "lambda: "),
+        ("merge_method: ties\nbase_model: base\nmodels: [{model: one}]", "weight of 'one': "),
         (
             (
                 "merge_method: ties\nbase_model: base\nmodels: [{model: one, parameters: {weight: "
                 "{value: 1, filter: mlp}}}]"
             ),
-            "weight of 'one': there is none for '",
-        ),
-        (
-            "merge_method: ties\nbase_model: base\nmodels: [{model: one, parameters: {lambda: 1}}]",
-            "no key 'lambda'",
+            "weight of 'one': there is no value for '",
         ),
         ("merge_method: slerp\nbase_model: base\nmodels: [{model: one}]", "t: "),
         (
             "merge_method: slerp\nbase_model: base\nmodels: [{model: one}]\nparameters: {t: 1.5}",
             "slerp_t must be",
         ),
-        (
-            f"{STOCK}[{{model: one}}]",
-            "besides the base, model_stock merges at least 2, not 1",
-        ),
+        (f"{STOCK}[{{model: one}}]", "besides the base, model_stock merges at least 2, not 1"),
         (
             f"{STOCK}[{{model: one}}, {{model: two}}]\nparameters: {{filter_wise: true}}",
             "False here",
@@ -1041,41 +1118,23 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ),
         (f"{KARCHER}max_iter: [1, 5]}}", "max_iter must be a whole number"),
         (f"{KARCHER}max_iter: [{{filter: mlp, value: 2}}, {{value: 5}}]}}", "no key 'max_iter'"),
-        (f"merge_method: ties\n{MODELS}dtype: int8", ": dtype: "),
+        (f"{TIES}dtype: int8", ": dtype: "),
+        (f"{TIES}dtype: float32\nout_dtype: int8", ": out_dtype: "),
+        (f"{TIES}tokenizer_source: base\ntokenizer: {{source: base}}", "also a tokenizer_source"),
         (
-            f"merge_method: ties\n{MODELS}dtype: float32\nout_dtype: int8",
-            ": out_dtype: ",
+            f"{TIES}tokenizer: {{source: base, pad_to_multiple_of: 0.5}}",
+            "tokenizer.pad_to_multiple_of must be a whole number from 1 to 65536, not 0.5",
         ),
+        (f"{TIES}tokenizer: {{source: base, tokens: {{x: {{}}}}}}", "tokens"),
+        (f"{TIES}tokenizer: {{source: 3}}", "tokenizer: '3'"),
+        (f"{TIES}parameters:\n\tlambda: 1", "indented with spaces, not with tabs"),
+        (f"{TIES}chat_template: chatlm", "'chatlm' is neither the name"),
+        (f"{TIES}chat_template: [1]", "chat_template"),
+        (f"{TIES}---\nmerge_method: ties", "document 2: models: "),
+        (f"{TIES}tokenzer_source: base", "did you mean tokenizer_source; --l"),
+        (f"{SLERP}[{{model: two}}]\nembed_slerp: true", "there is no key 'embed_slerp'"),
         (
-            f"merge_method: ties\n{MODELS}tokenizer_source: base\ntokenizer: {{source: base}}",
-            "tokenizer_source too",
-        ),
-        (
-            f"merge_method: ties\n{MODELS}tokenizer: {{source: base, pad_to_multiple_of: 8}}",
-            "pad_to_multiple_of",
-        ),
-        (
-            f"merge_method: ties\n{MODELS}tokenizer: {{source: base, tokens: {{x: {{}}}}}}",
-            "tokens",
-        ),
-        (
-            f"merge_method: ties\n{MODELS}tokenizer: {{source: 3}}",
-            "tokenizer: '3'",
-        ),
-        (
-            f"merge_method: ties\n{MODELS}parameters:\n\tlambda: 1",
-            "indented with spaces, not with tabs",
-        ),
-        (f"merge_method: ties\n{MODELS}chat_template: chatlm", "'chatlm' is neither the name"),
-        (f"merge_method: ties\n{MODELS}chat_template: [1]", "chat_template"),
-        (f"merge_method: ties\n{MODELS}---\nmerge_method: ties", "document 2: models: "),
-        (
-            f"merge_method: ties\n{MODELS}tokenzer_source: base",
-            "did you mean tokenizer_source; --l",
-        ),
-        (f"merge_method: ties\n{MODELS}weight: 1", "put it under parameters; --lenient"),
-        (
-            f"merge_method: ties\n{MODELS}parameters: {{nomalize: 1}}",
+            f"{TIES}parameters: {{nomalize: 1}}",
             "did you mean normalize; --lenient ignores it, as mergekit does",
         ),
         (
@@ -1102,88 +1161,40 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
         (BOMB, "aliases written out, it holds more than 50,000 values"),
         ("a: [" + "1," * 60_000 + "]", "more than 50,000 values"),
         (b"\xff\xfe", "YAML"),
+        (write_slices("ties", ["one[0, 2]", "two[1, 2]"]), "layers, or none: [[0, 2], [1, 2]]"),
+        (write_slices("ties", ["one[2, 0]"]), "different numbers of layers, or none"),
+        (
+            write_slices("ties", ["one[0, 2]", "two[2, 4]"]),
+            "the base 'base' is not a source, and the sources have different layers",
+        ),
+        (write_slices("ties", ["one[0, 4, 5]"]), "layer_range must be two whole numbers"),
+        (write_slices("ties", ["one[-1, 4]"]), "two whole numbers"),
+        (write_slices("ties", ["one[0, 2]"], []), "slices[1].sources: it must be a list"),
+        (
+            write_slices("ties", ["one[0, 2]"]).replace("base_model: base", ""),
+            "base_model: it is missing",
+        ),
+        (write_slices("ram", ["one[0, 2]"], ["one[2, 4]", "two[2, 4]"]), "models: [1, 2]"),
+        (write_slices("passthrough", ["one[2, 4]", "two[2, 4]"]), "takes one model, not 2"),
     ],
 )
 def test_what_is_refused(check: Refusal, text: str | bytes, complaint: str) -> None:
     check(text, complaint)
 
 
-def test_a_filter_that_no_name_contains_is_a_warning(folder: Path, capsys: Capture) -> None:
-    weight = "{weight: [{filter: mlp.*.weight, value: 2}, {filter: mlp, value: 1}, {value: 0.5}]}"
-    (folder / "merge.yaml").write_text(
-        f"merge_method: ties\nbase_model: base\nmodels: [{{model: one, parameters: {weight}}}]\n"
-    )
-    run("-c", "merge.yaml", "-o", "out", "--dry-run", "--engine", "plain")
-    assert re.fullmatch(r"warning: .*'mlp\.\*\.weight'.*\n", capsys.readouterr().err)
-
-
-def write_slices(method: str, *slices: list[str]) -> str:
-    """A file whose slices have sources like "one[0, 2]"."""
-    text = f"merge_method: {method}\nbase_model: base\nslices:\n"
-    for sources in slices:
-        pairs = [source.partition("[") for source in sources]
-        listed = [f"{{model: {model}, layer_range: [{layers}}}" for model, _, layers in pairs]
-        text += f"- sources: [{', '.join(listed)}]\n"
-    return text if method != "ties" else f"{text}parameters: {{weight: 1}}\n"
-
-
 @pytest.mark.parametrize(
-    ("status", "text", "complaint"),
+    ("base", "layers", "complaint"),
     [
-        (2, write_slices("ties", ["one[0, 2]", "two[1, 2]"]), "layers, or none: [[0, 2], [1, 2]]"),
-        (2, write_slices("ties", ["one[2, 0]"]), "different numbers of layers, or none"),
-        (2, write_slices("ties", ["one[0, 2]", "two[2, 4]"]), "'base', the base, is not a source"),
-        (2, write_slices("ties", ["one[0, 4, 5]"]), "layer_range must be two whole numbers"),
-        (2, write_slices("ties", ["one[-1, 4]"]), "two whole numbers"),
-        (2, write_slices("ties", ["one[0, 2]"], []), "slices[1].sources: it must be a list"),
-        (
-            2,
-            write_slices("ties", ["one[0, 2]"]).replace("base_model: base", ""),
-            "base_model: it is missing",
-        ),
-        (2, write_slices("ram", ["one[0, 2]"], ["one[2, 4]", "two[2, 4]"]), "models: [1, 2]"),
-        (2, write_slices("passthrough", ["one[2, 4]", "two[2, 4]"]), "takes one model, not 2"),
-        (1, write_slices("ties", ["one[2, 5]"]), "'base' has 4 layers, so there is no layer 4"),
-        (1, write_slices("ties", ["one[2, 2]"]), "would have no layers"),
+        ("base", "[2, 5]", "'base' has 4 layers, so there is no layer 4"),
+        ("base", "[2, 2]", "would have no layers"),
+        ("two_stacks", "[0, 1]", "'two_stacks' has 2 stacks of layers"),
     ],
 )
-def test_what_is_wrong_with_slices_is_said(
-    refused: Refusal, folder: Path, status: int, text: str, complaint: str
+def test_layers_that_models_lack_are_refused(
+    refused: Refusal, folder: Path, base: str, layers: str, complaint: str
 ) -> None:
-    (folder / "merge.yaml").write_text(text)
-    refused(status, complaint, "-c", "merge.yaml", "-o", "out")
-
-
-def test_slices_make_models_of_layers_of_others(folder: Path) -> None:
-    """Each slice gives a layer range of one model to the base, and of one to each model."""
-    text = """
-merge_method: linear
-slices:
-- sources: [{model: one, layer_range: [0, 2]}, {model: two, layer_range: [2, 4]}]
-- sources: [{model: two, layer_range: [1, 2]}]
-parameters: {weight: [{filter: layers.2.mlp, value: 3}, {filter: layers.3, value: 5}, {value: 1}]}
-"""
-    request = read(text)
-    assert request.base is not None
-    assert [source.name for source in (request.base, *request.merge)] == [
-        "one[0:2] + two[1:2]",
-        "one[0:2] + two[1:2]",
-        "two[2:4] + two[1:2]",
-    ]
-    assert request.dare["any_base"]
-    # A model's parameters are by its own names: its layers 2 and 3 are the first two here.
-    found = {
-        name: next(
-            (rule.weights for rule in request.rules if rule.matches(name)),
-            tuple(request.dare["weights"]),
-        )
-        for name in (f"model.layers.{k}.mlp.up_proj.weight" for k in range(3))
-    }
-    assert [*found.values()] == [(1, 3), (1, 5), (1, 0)]
-
-
-def test_several_stacks_of_layers_cannot_be_sliced(refused: Refusal, folder: Path) -> None:
     shapes: dict[str, tuple[int, ...]] = {"encoder.0.w": (4, 4), "decoder.0.w": (4, 4)}
-    save(folder / "base", model=random_model(0, F32, shapes))
-    (folder / "merge.yaml").write_text(write_slices("ties", ["one[0, 1]"]))
-    refused(1, "'base' has 2 stacks of layers", "-c", "merge.yaml", "-o", "out")
+    save(folder / "two_stacks", model=random_model(0, F32, shapes))
+    text = write_slices("ties", [f"one{layers}"]).replace("base_model: base", f"base_model: {base}")
+    (folder / "merge.yaml").write_text(text)
+    refused(1, complaint, "-c", "merge.yaml", "-o", "out")

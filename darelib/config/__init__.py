@@ -26,6 +26,7 @@ from darelib.config.values import (
     FULL,
     LAYER,
     LEAST_BARE_SIZE,
+    MAX_PADDING,
     SWITCH,
     TEXT,
     Check,
@@ -316,6 +317,16 @@ class DareConfig(Settings):
         "(default: the part that fits)",
         Group.MISFITS,
         metavar="PREFIX",
+    )
+    pad_vocabulary: int | None = setting(
+        Check(
+            "a whole number from 1 to 65536",
+            lambda value: is_count(value, 1) and value <= MAX_PADDING,
+            int,
+        ),
+        "give embeddings and heads a multiple of N rows, by the tokens of --tokenizer",
+        Group.OUTPUT,
+        metavar="N",
     )
     keep_fp8: bool = setting(
         SWITCH, "keep the base's FP8 tensors without scales in FP8", Group.OUTPUT,

@@ -25,6 +25,7 @@ LEAST_BARE_SIZE: Final = 1000
 LAYER: Final = re.compile(r"(.*?\.)??([0-9]{1,9})(?:\.|\Z)", re.DOTALL)
 
 FULL: Final = "full"  # rank of an adapter: as many ranks as its inputs have together
+MAX_PADDING: Final = 1 << 16  # rows: far more than any hardware asks for
 MAX_NUMBERS: Final = 1000  # of a gradient: each of them is checked, and models have fewer layers
 
 

@@ -215,6 +215,7 @@ MULTISLERP: Final = Method(
             ignored=("int8_mask", "eps"),
             defaults={"normalize_weights": True},
             base=OPTIONAL,
+            others=(1, None),
         ),
     },
 )

@@ -1,4 +1,4 @@
-"""mergekit's merge methods: what one is made of here, and mergekit's defaults for it."""
+"""mergekit's merge methods: the settings that each becomes here, and mergekit's defaults."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from darelib.core.drops import DROPS
 
-# What the base is to a method: the origin of deltas, which must or may be given; one of the models;
-# the first of two; or the only one.
+# The base's part in a method. NEEDED: deltas are taken from it. OPTIONAL: they are, if it is given.
+# COUNTED: it is one of the models. FIRST: it is the first of two. ONLY: it is the only one.
 NEEDED, OPTIONAL, COUNTED, FIRST, ONLY = "needed", "optional", "counted", "first", "only"
 Settings = dict[str, Any]
 LEAST_DIVISOR: Final = 1e-8  # a smaller sum of weights is none to mergekit: it divides by 1
@@ -19,13 +19,13 @@ class Family:
     # Parameters of each model and of the merge, with the settings that they become.
     each: Mapping[str, str] = field(default_factory=dict)
     shared: Mapping[str, str] = field(default_factory=dict)
-    ignored: tuple[str, ...] = ("int8_mask",)  # parameters without effect
-    # Parameters that can only have this value here, with the reason.
+    ignored: tuple[str, ...] = ("int8_mask",)  # parameters without effect on the result
+    # Parameters with the only value that they can have here, and the reason.
     only: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     drop: str = ""  # none: it drops nothing
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of parameters
     base: str = NEEDED
-    others: tuple[int, int | None] = (1, None)  # models beside the base: at least, at most
+    others: tuple[int, int | None] = (0, None)  # models beside the base: at least, at most
     # The settings of a tensor, from those that its parameters have become.
     finish: Callable[[Settings], Settings] = lambda made: made
 
@@ -61,7 +61,7 @@ def make_task_family(
 
 
 def leave_out(made: Settings) -> Settings:
-    """Give models of which nothing is kept the weight 0: any drop rate will do for them."""
+    """Give models with drop rate 1 the weight 0 and another drop rate, which has no effect."""
     given = made["drop_rate"]
     weights = made["weights"]
     rates = given if isinstance(given, list) else [given] * len(weights)
@@ -75,7 +75,7 @@ def leave_out(made: Settings) -> Settings:
 
 
 def leave_out_of_sum(made: Settings) -> Settings:
-    """The same where all weights are divided by their sum: those that become 0 still count."""
+    """The same, but weights that become 0 still count in the sum that all are divided by."""
     given = made["drop_rate"]
     if not made["normalize"] or 1 not in (given if isinstance(given, list) else [given]):
         return leave_out(made)

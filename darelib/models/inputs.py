@@ -158,8 +158,15 @@ def open_models(
         if tokenizer:
             owners = (model for model in inputs if any(is_of(tokenizer, p) for p in model.parts))
             owner = next(owners, None)
+            multiple = (config and config.pad_vocabulary) or 0
             if owner or tokenizer.name == UNION:
-                unite_tokens(inputs, owner)
+                unite_tokens(inputs, owner, multiple)
+            elif multiple:
+                raise DareError(
+                    "pad_vocabulary needs the tokens of one of the models, or of all of them",
+                    "use --tokenizer union, or --tokenizer MODEL with a model that has a "
+                    "tokenizer.json",
+                )
         yield inputs
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -36,6 +36,7 @@ ROW_TENSORS: Final = (
     "cls.predictions.bias",
 )
 NO_ROW: Final = -1
+MEAN_CHUNK: Final = 1 << 20  # elements that are read at once
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -101,9 +102,13 @@ def make_zeros(_: int, count: int, real: str) -> Values:
     return np.zeros(count, FORMATS[real].real)
 
 
-def unite_tokens(inputs: Sequence[Checkpoint], owner: Checkpoint | None = None) -> None:
+def unite_tokens(
+    inputs: Sequence[Checkpoint], owner: Checkpoint | None = None, multiple: int = 0
+) -> None:
     """Give the base and its fine-tunes the same tokens, with the same ids: the tokens of all of
     them, or those of one (owner).
+
+    multiple: the number of rows becomes a multiple of this; 0: of any number.
     """
     base, *models = inputs
     names = [n for n, info in base.tensors.items() if n.endswith(EMBEDDINGS) and info.count]
@@ -112,10 +117,10 @@ def unite_tokens(inputs: Sequence[Checkpoint], owner: Checkpoint | None = None) 
     try:
         vocabulary, *others = (read_vocabulary(model.folder, model.name) for model in inputs)
     except DareError:
-        if owner:  # rows are merged as they are, with a warning
+        if owner and not multiple:  # rows are merged as they are, with a warning
             return
         raise
-    if owner and not (vocabulary and names):
+    if owner and not multiple and not (vocabulary and names):
         return
     if vocabulary is None or not names:
         what = "embedding that is known by its name" if vocabulary else "tokenizer.json"
@@ -126,7 +131,7 @@ def unite_tokens(inputs: Sequence[Checkpoint], owner: Checkpoint | None = None) 
         union = Union(vocabulary, tuple(others), owner=own)
     else:
         union = unite(vocabulary, named)
-    if not union.moves:
+    if not union.moves and not multiple:
         return
     check_gaps([("the base", vocabulary), *named])
     embedding = names[0]
@@ -140,7 +145,7 @@ def unite_tokens(inputs: Sequence[Checkpoint], owner: Checkpoint | None = None) 
                     "more rows",
                     "use --tokenizer base, or a base whose embedding and head are not quantised",
                 )
-            Arrangement(name, embedding, inputs, union).arrange()
+            Arrangement(name, embedding, inputs, union, multiple).arrange()
     for model in inputs:
         model.added = union.added
         model.tokenizer_sha256 = digest_tokenizer(model.folder)
@@ -163,6 +168,33 @@ def check_alike(model: Checkpoint) -> None:
             )
 
 
+@dataclasses.dataclass(frozen=True)
+class Padding:
+    """Fills rows after the last token with the mean of a model's rows, as mergekit does."""
+
+    model: Checkpoint
+    tokens: TensorInfo  # the rows that have one
+    width: int
+    fill: Fill  # of these
+
+    def __call__(self, start: int, count: int, real: str) -> Values:
+        before = min(max(self.tokens.count - start, 0), count)
+        columns = np.arange(start + before, start + count) % self.width
+        padding = self.mean[columns].astype(FORMATS[real].real)
+        return np.concatenate([self.fill(start, before, real), padding]) if before else padding
+
+    @cached_property
+    def mean(self) -> Values:
+        """Of the rows with tokens, some at a time: all of them may not fit into memory."""
+        total = np.zeros(self.width)
+        step = max(1, MEAN_CHUNK // self.width) * self.width
+        for start in range(0, self.tokens.count, step):
+            count = min(step, self.tokens.count - start)
+            values = read_values(self.model, self.tokens, start, count, "F64")
+            total += values.reshape(-1, self.width).sum(0)
+        return total / self.tokens.shape[0]
+
+
 class Arrangement:
     """Puts the rows of one tensor into the order of the union, in all models.
 
@@ -172,13 +204,22 @@ class Arrangement:
     """
 
     def __init__(
-        self, name: str, embedding: str, inputs: Sequence[Checkpoint], union: Union
+        self,
+        name: str,
+        embedding: str,
+        inputs: Sequence[Checkpoint],
+        union: Union,
+        multiple: int = 0,
     ) -> None:
         self.name = name
         self.union = union
         self.base, *self.models = inputs
         self.info = self.base.tensors[name]
         self.height = union.size if union.owner else max(self.info.shape[0], union.size)
+        if multiple:
+            self.height = -(-union.size // multiple) * multiple
+        # The rows from here on are padding.
+        self.end = union.size if multiple else self.height
         self.width = self.info.count // self.info.shape[0]
         self.givers: list[tuple[Checkpoint, Rows]] = []  # the models with rows for new tokens
         self.new = [n for n, token in union.tokens.items() if token not in union.base.ids]
@@ -231,6 +272,10 @@ class Arrangement:
 
     def _replace(self, model: Checkpoint, rows: Rows, dtype: str) -> None:
         shape = (self.height, *rows.stored.shape[1:])
+        if self.end < self.height:
+            tokens = TensorInfo(dtype, (self.end, *shape[1:]), encoding=rows)
+            fill = Padding(model, tokens, rows.width, rows.fill)
+            rows = dataclasses.replace(rows, fill=fill)
         model.tensors[self.name] = TensorInfo(dtype, shape, encoding=rows)
 
     def _average(self, start: int, count: int, real: str) -> Values:
@@ -260,7 +305,7 @@ class Arrangement:
             )
         taken = {*model.ids.values(), *self.union.tokens}
         order = np.full(self.height, NO_ROW, np.int64)
-        free = [row for row in range(min(self.height, own)) if row not in taken]
+        free = [row for row in range(min(self.end, own)) if row not in taken]
         order[free] = free
         for token_id, token in self.union.tokens.items():
             order[token_id] = model.ids.get(token, NO_ROW)

@@ -1,8 +1,8 @@
-"""mergekit's configurations: what such a YAML file asks for, in our settings.
+"""mergekit's configurations as requests: their parameters become settings and rules.
 
-mergekit looks up each parameter by itself: the value of the first filter that the tensor's name
-contains. Of our rules the first that matches is used whole. So where a file has filters or slices,
-the base's names decide: those that get the same settings become one rule.
+mergekit looks up each parameter on its own: the first filter in the tensor's name gives the value.
+Here the first matching rule gives all settings. So filters and slices are applied to the names of
+the base's tensors, and names with the same settings become one rule.
 """
 
 import glob
@@ -55,7 +55,7 @@ FLAGS: Final = (
     *("normalize", "normalize_weights", "rescale", "int8_mask"),
     *("filter_wise", "nuslerp_flatten", "nuslerp_row_wise"),
 )
-KEPT: Final = ("density", "select_topk")  # shares, whose 0 becomes another setting's
+KEPT: Final = ("density", "select_topk")  # shares: a 0 becomes a 0 of another setting
 YES, NO = (("true", "yes", "on", "1", "1.0"), ("false", "no", "off", "0", "0.0"))
 NUMBER: Final = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # a part of a name
 
@@ -69,7 +69,7 @@ def parse_yaml(text: str, path: str, folder: Path, lenient: bool = False) -> Req
     files = read_documents(text, path, lenient)
     if len(files) > 1:
         for file in files:
-            # Which refuses what is wrong now, not after the merges before it.
+            # Wrong parameters are refused now, not after the merges before.
             Parameters(file, find_source(file, file.base))
         raise SeveralDocuments(path, files)
     return make_request(files[0])
@@ -78,11 +78,11 @@ def parse_yaml(text: str, path: str, folder: Path, lenient: bool = False) -> Req
 def make_request(file: MergekitFile) -> Request:
     base, *models = list_sources(file)
     dare, rules = Parameters(file, base).as_settings()
-    # Layers of other numbers are as far from one another as models that were not fine-tuned.
+    # Different layers differ as much as models that are not fine-tunes of one another.
     if any(len({*part.ranges.values()}) > 1 for part in file.parts):
         dare["any_base"] = True
     return Request(
-        dare=dare | read_dtype(file),
+        dare=dare | read_dtype(file) | read_padding(file),
         base=base,
         merge=tuple(models),
         tokenizer=read_tokenizer(file),
@@ -101,13 +101,14 @@ class Parameters:
         self.layers: dict[str, int] = {}  # those of the base, where each tensor is looked at
 
     def look_up_all(self, part: Part) -> dict[Key, Entries]:
+        family = self.file.family
         levels = (part.parameters, self.file.parameters)
-        table = {(name, -1): self.look_up(name, levels) for name in self.file.shared}
+        table = {(name, -1): self.look_up(name, levels) for name in (*family.shared, *family.only)}
         for i in range(len(self.file.models)):
-            own: tuple[Table, ...] = ({"weight": 0},)  # where the base stands in for a model
+            own: tuple[Table, ...] = ({"weight": 0},)  # the base stands in for a model
             if i + 1 < len(part.columns):
                 own = (part.models.get(part.choose(i + 1), {}), *levels)
-            table |= {(name, i): self.look_up(name, own) for name in self.file.each}
+            table |= {(name, i): self.look_up(name, own) for name in family.each}
         return table
 
     def look_up(self, name: str, levels: Sequence[Table]) -> Entries:
@@ -165,13 +166,13 @@ class Parameters:
         return Gradient(tuple(numbers)) if len(numbers) > 1 else numbers[0]
 
     def as_settings(self) -> tuple[Table, tuple[Rule, ...]]:
-        """[dare], which is what most tensors get, and the rules for the others."""
+        """[dare] with the settings of most tensors, and rules for the others."""
         settings = {name: translate(self.file, self.choose_all(name)) for name in self.list_names()}
         self.file.check(
             any(any(own.get("weights", [1])) for own in settings.values()),
             "models",
-            "none has both a weight and a density, so nothing would be merged",
-            "let them be above 0",
+            "each has weight 0 or density 0, so nothing would be merged",
+            "give one of them a weight and a density above 0",
         )
         groups = {name: repr(own) for name, own in settings.items()}
         by_group = {groups[name]: own for name, own in settings.items()}
@@ -186,7 +187,7 @@ class Parameters:
         return {key: as_toml(freeze(value)) for key, value in dare.items()}, tuple(rules)
 
     def list_names(self) -> list[str]:
-        """The base's, if they matter; else one that stands for all."""
+        """The names of the base's tensors if they matter, else one that stands for all."""
         parameters = itertools.chain.from_iterable(table.values() for table in self.tables)
         words = dict.fromkeys(word for entries in parameters for word, _ in entries)
         fades_out = self.fades_out()
@@ -199,14 +200,14 @@ class Parameters:
             if not any(word in name for name in own):
                 LOG.warning(
                     f"{self.file.path}: filter {word!r} is part of no tensor's name, "
-                    "so it does nothing"
+                    "so it has no effect"
                 )
         if fades_out and len(self.tables) == 1:
             self.layers = count_layers(names)
         return names
 
     def fades_out(self) -> bool:
-        """Whether nothing is kept somewhere, and something changes over the layers."""
+        """Whether a share is 0 somewhere and a parameter changes over the layers."""
         values = [
             (name, value)
             for table in self.tables
@@ -218,11 +219,11 @@ class Parameters:
         return bool(gradients) and any(name in KEPT and 0 in each for name, each in numbers)
 
     def choose_all(self, name: str) -> dict[Key, Value]:
-        """The parameters of a tensor. Where there is but one part, gradients stay what they are."""
+        """The parameters of a tensor. With one part only, gradients stay gradients."""
         place = locate(self.file.parts, name)
         values = {}
         for key, entries in self.tables[place.part].items():
-            # mergekit compares a model's own parameters with its own names.
+            # mergekit applies a model's own filters to the model's own names.
             own = place.names[key[1]] if 0 <= key[1] < len(place.names) else name
             values[key] = self.choose(key, entries, own, self.file.parts[place.part])
         if len(self.tables) == 1 and not self.layers:
@@ -237,8 +238,8 @@ class Parameters:
         parameter, model = key
         raise self.file.error(
             f"{parameter} of {part.choose(model + 1)}" if model >= 0 else parameter,
-            f"there is none for {name!r}" if name and entries else "it is missing",
-            f"{self.file.method} needs one for every tensor",
+            f"there is no value for {name!r}" if name and entries else "it is missing",
+            f"{self.file.method} needs a value for every tensor",
         )
 
 
@@ -267,7 +268,7 @@ def translate(file: MergekitFile, values: Mapping[Key, Any]) -> Table:
 
 
 def convert(name: str, value: Any) -> Any:
-    """What mergekit means by a parameter, as a setting has it."""
+    """The value of the setting for a value of a parameter."""
     if name == "rescale":
         return L1 if value else NONE
     if name != "density":
@@ -289,24 +290,31 @@ def read_dtype(file: MergekitFile) -> Table:
     return {} if given is None else {"dtype": name}
 
 
+def read_padding(file: MergekitFile) -> Table:
+    multiple = file.tokenizer.get("pad_to_multiple_of")
+    if not multiple:
+        return {}
+    check_setting("pad_vocabulary", multiple, f"{file.path}: tokenizer.pad_to_multiple_of")
+    return {"pad_vocabulary": multiple}
+
+
 def read_tokenizer(file: MergekitFile) -> Source | None:
     given = file.content.get("tokenizer_source")
     if "tokenizer" in file.content:
         file.check(
             given is None,
             "tokenizer",
-            "there is a tokenizer_source too",
+            "there is also a tokenizer_source",
             "leave one of the two out",
         )
-        table = file.read_table(file.content["tokenizer"], "tokenizer", ("source",))
-        given = table.get("source", UNION)
+        given = file.tokenizer.get("source", UNION)
     if given in (None, UNION):
         return Source.of(given) if given else None
     path = file.base.path if given == BASE else file.read_reference(given, "tokenizer").path
     source = file.find(path)
-    if source.is_word:  # and here it is a folder
+    if source.is_word:  # here it is a folder
         source = replace(source, name=f"./{source.name}")
-    # What has no tokenizer is merged by the numbers of its rows.
+    # Without a tokenizer.json, rows are merged by their numbers.
     is_bare = path == file.base.path and is_missing(source.path / TOKENIZER_FILE)
     return Source.of(BASE) if is_bare and not is_on_hub(source) else source
 
@@ -320,7 +328,7 @@ def read_chat_template(file: MergekitFile) -> Source | None:
         f"{str(given)[:60]!r} is neither the name nor the text of a template",
         f"named are {', '.join((AUTO, *TEMPLATES))}",
     )
-    # A file or folder of that name is none of mergekit's.
+    # mergekit means its own template, even if there is a file of that name.
     return Source.of(TEMPLATES.get(given) or given) if given else None
 
 
@@ -330,7 +338,7 @@ class Place:
 
     part: int
     depth: float = 0.0  # in the part: from 0 in its first layer to 1 in its last
-    names: tuple[str, ...] = ()  # what its models call it, where that may be otherwise
+    names: tuple[str, ...] = ()  # in each of its models, where that may differ
 
 
 def locate(parts: Sequence[Part], name: str) -> Place:
@@ -349,7 +357,7 @@ def locate(parts: Sequence[Part], name: str) -> Place:
 
 
 def list_sources(file: MergekitFile) -> list[Source]:
-    """The base and the models of a merge: where there are slices, each made of one of a slice's."""
+    """The base and the models of a merge. With slices, each is a stack of one source per slice."""
     count = 0 if METHODS[file.ours].models == (0, 0) else len(file.models)
     columns = [[part.choose(i) for part in file.parts] for i in range(count + 1)]
     if not file.parts[0].ranges or is_whole(file, columns):
@@ -364,12 +372,12 @@ def list_sources(file: MergekitFile) -> list[Source]:
 
 
 def find_source(file: MergekitFile, model: Reference, base: Reference | None = None) -> Source:
-    """A model, perhaps with an adapter on top; an adapter on the base is an input by itself."""
+    """A model, perhaps with an adapter. An adapter on the base is an input by itself."""
     if not model.lora:
         return file.find(model.path)
     adapter = file.find(model.lora)
     is_on_base = base == Reference(model.path)
-    # What holds a whole model would be merged as one; joined, it is refused.
+    # A whole model in place of the adapter would be merged as a model; joined, it is refused.
     is_model = any((adapter.path / name).exists() for name in (WEIGHTS_FILE, INDEX_FILE))
     if is_on_base and not is_model and not adapter.path.is_file():
         return adapter
@@ -377,7 +385,7 @@ def find_source(file: MergekitFile, model: Reference, base: Reference | None = N
 
 
 def is_whole(file: MergekitFile, columns: Sequence[Sequence[Reference]]) -> bool:
-    """Whether slices only tell parameters apart: they are all layers of the same models."""
+    """Whether the slices are all layers of the same models, and only their parameters differ."""
     end = 0
     for part in file.parts:
         if {*part.ranges.values()} != {(end, end + part.depth)}:
@@ -390,10 +398,9 @@ def is_whole(file: MergekitFile, columns: Sequence[Sequence[Reference]]) -> bool
 
 
 def find_patterns(groups: Mapping[str, str], usual: str) -> dict[str, list[str]]:
-    """For each group but the usual one, glob patterns for the names in it, and for no others.
+    """Glob patterns that match exactly the names of each group but the usual one.
 
-    With * for the numbers in a name where that is possible; else for all but the layer's; else the
-    name itself.
+    Numbers in a name become * if that is possible; else all but the layer's; else none.
     """
     inside: dict[str, set[str]] = {}
     for name, group in groups.items():
@@ -415,6 +422,6 @@ def find_patterns(groups: Mapping[str, str], usual: str) -> dict[str, list[str]]
 
 
 def hide_numbers(name: str, kept: int) -> str:
-    """A name with * for the parts of it that are numbers, but for the first so many."""
+    """A name with * for its numbers, except for the first so many (kept)."""
     number = itertools.count()
     return NUMBER.sub(lambda match: "*" if next(number) >= kept else match[0], name)

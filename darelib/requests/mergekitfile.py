@@ -1,9 +1,9 @@
-"""mergekit's configurations as they are written: the method, the models, the slices, the base; and
-several in one file, as mergekit-multi takes them.
+"""mergekit's configurations as they are written: method, base, models and slices; and several
+configurations in one file, as mergekit-multi takes them.
 """
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -16,6 +16,7 @@ from darelib.methods.mergekit import COUNTED, FIRST, ONLY, OPTIONAL
 from darelib.models.source import Source, is_inner_path
 from darelib.requests.yamlfile import load_yaml
 
+# The keys of a file and of the tables in it.
 KEYS: Final = (
     "name",
     "merge_method",
@@ -29,9 +30,16 @@ KEYS: Final = (
     "chat_template",
     "parameters",
 )
-# What mergekit does not use either, and people write nevertheless: what describes a model, options
-# of mergekit's commands, a method or a name where it counts for nothing.
-HARMLESS: Final = frozenset(
+MODULE_KEYS: Final = ("models", "slices", "parameters")
+MODEL_KEYS: Final = ("model", "parameters")
+SLICE_KEYS: Final = ("sources", "base_model", "parameters")
+SOURCE_KEYS: Final = (*MODEL_KEYS, "layer_range")
+REFERENCE_KEYS: Final = ("model", "lora")
+PATH_KEYS: Final = ("path", "revision")
+TOKENIZER_KEYS: Final = ("source", "pad_to_multiple_of")
+# Keys that mergekit ignores and many files have: descriptions of the model, options of mergekit's
+# commands, and a weight that it reads and does not use.
+DESCRIPTIONS: Final = frozenset(
     {
         *("author", "authors", "base_model_relation", "comment", "comments", "contributors"),
         *("credits", "datasets", "date", "description", "language", "library_name", "license"),
@@ -40,22 +48,24 @@ HARMLESS: Final = frozenset(
         *("version", "widget"),
         *("allow_crimes", "clone_tensors", "copy_tokenizer", "cuda", "device", "lazy_unpickle"),
         *("low_cpu_memory", "multi_gpu", "num_threads", "out_shard_size", "quiet", "random_seed"),
-        *("read_to_gpu", "trust_remote_code", "verbose", "write_model_card"),
-        *("merge_method", "residual_weight"),
+        *("read_to_gpu", "residual_weight", "trust_remote_code", "verbose", "write_model_card"),
     }
 )
 LENIENT: Final = "--lenient ignores it, as mergekit does"
-# What any of the methods takes.
+# The parameters of all methods.
 PARAMETERS: Final = frozenset(
     name
     for _, family in MERGEKIT.values()
     for name in (*family.each, *family.shared, *family.ignored, *family.only)
 )
+# A key that mergekit knows is no misspelling: where nobody reads it, a warning is enough.
+KNOWN: Final = DESCRIPTIONS.union(
+    *(PARAMETERS, KEYS, SLICE_KEYS, SOURCE_KEYS, REFERENCE_KEYS, PATH_KEYS, TOKENIZER_KEYS)
+)
 # What mergekit can do and this tool cannot.
 REFUSED: Final = {
     "override_architecture": "the architecture is the base's",
     "tokens": "no token gets an embedding of its own",
-    "pad_to_multiple_of": "vocabularies are not padded",
     **dict.fromkeys(("experts", "gate_mode"), "mergekit-moe makes mixtures of experts"),
 }
 # Under which keys a document may name another one.
@@ -76,13 +86,13 @@ class Reference:
 
 @dataclass(frozen=True)
 class Part:
-    """A slice of the layers, or all of them: what is merged there, and its parameters."""
+    """A slice of the layers, or all of them: its models and parameters."""
 
     models: dict[Reference, Table]  # with each one's own parameters
     parameters: Table = field(default_factory=dict)
     base: Reference | None = None
     ranges: dict[Reference, tuple[int, int]] = field(default_factory=dict)  # of each one's layers
-    # The base, and those that parameters are for, in order.
+    # The base, and the models that have parameters, in order.
     columns: tuple[Reference, ...] = ()
 
     @property
@@ -91,17 +101,19 @@ class Part:
         return next((stop - start for start, stop in self.ranges.values()), 0)
 
     def choose(self, column: int) -> Reference:
-        """The base stands in for what a slice lacks that others have."""
+        """A model of this part. The base stands in for a model that only other parts have."""
         return self.columns[column if column < len(self.columns) else 0]
 
 
 class MergekitFile:
     def __init__(self, path: str, content: Any, lenient: bool = False) -> None:
         self.path = path
-        self.lenient = lenient  # keys that mergekit ignores are no errors
+        self.lenient = lenient  # misspelled keys are warnings, not errors
         self.places: dict[str, Path] = {}  # of the models that other documents made, by name
         self.content = self.read_table(unwrap_module(self, content), "", KEYS)
         self.name = str(self.content.get("name", ""))
+        tokenizer = self.content.get("tokenizer", {})
+        self.tokenizer = self.read_table(tokenizer, "tokenizer", TOKENIZER_KEYS)
         self.method = str(self.content.get("merge_method", ""))
         self.check(
             self.method in MERGEKIT,
@@ -110,12 +122,12 @@ class MergekitFile:
             nearest(self.method, MERGEKIT),
         )
         self.ours, self.family = MERGEKIT[self.method]
-        self.each = tuple(self.family.each)
-        self.shared = (*self.family.shared, *self.family.only)
-        self.own = (*self.each, *self.family.ignored)  # what a model may have
-        self.parameters = self.read_parameters(self.content, "", (*self.own, *self.shared))
+        self.own = (*self.family.each, *self.family.ignored)  # the parameters of a model
+        # The parameters of a slice and of the file.
+        self.all = (*self.own, *self.family.shared, *self.family.only)
+        self.parameters = self.read_parameters(self.content, "", self.all)
         self.from_zero = False  # whether values are combined, since there is no base
-        self.parts = [self.choose_models(part) for part in self.read_parts()]
+        self.parts = self.choose_parts(self.read_parts())
         self.base = self.parts[0].choose(0)
         _, *self.models = max((part.columns for part in self.parts), key=len)
         check_columns(self)
@@ -124,14 +136,12 @@ class MergekitFile:
         return ConfigError(": ".join(filter(None, (self.path, where, what))), hint)
 
     def check(self, fits: object, where: str, what: str, hint: str) -> None:
-        """Refuse the file, unless this fits. where: in the file; what: is wrong there."""
+        """Refuse the file unless this fits. where: the place in the file; what: the fault."""
         if not fits:
             raise self.error(where, what, hint)
 
     def read_table(self, value: Any, where: str, known: Collection[str]) -> Table:
-        """A mapping, less what is null in it. A key that is none of these is an error, unless it
-        does no harm.
-        """
+        """A mapping without its nulls and unknown keys."""
         self.check(
             isinstance(value, dict),
             where,
@@ -152,17 +162,17 @@ class MergekitFile:
                 f"{key} is not supported: {REFUSED[key]}",
                 "leave it out, or use mergekit",
             )
-        elif key in HARMLESS or self.lenient:
-            LOG.warning(f"{': '.join(filter(None, (self.path, where)))}: {key} does nothing")
-        else:
+        elif key in KNOWN or self.lenient:
             is_misplaced = key in PARAMETERS and "parameters" in known
-            hint = "put it under parameters" if is_misplaced else nearest(str(key), known)
-            raise self.error(
-                where, f"there is no key {str(key)!r}", f"{hint.removesuffix('?')}; {LENIENT}"
-            )
+            hint = "; put it under parameters" if is_misplaced else ""
+            place = ": ".join(filter(None, (self.path, where)))
+            LOG.warning(f"{place}: {key} has no effect here, as in mergekit{hint}")
+        else:
+            hint = nearest(str(key), known).removesuffix("?")
+            raise self.error(where, f"there is no key {str(key)!r}", f"{hint}; {LENIENT}")
 
     def find(self, name: str) -> Source:
-        """A model by its name: what another document made, or any other."""
+        """A model by its name: another document's result, or any model."""
         return Source(name, self.places[name]) if name in self.places else Source.of(name)
 
     def read_parameters(self, table: Table, where: str, known: Collection[str]) -> Table:
@@ -170,23 +180,23 @@ class MergekitFile:
         return self.read_table(table.get("parameters", {}), where, known)
 
     def read_reference(self, value: Any, where: str) -> Reference:
-        parts = self.split(value, "+", ("model", "lora"), where)
+        parts = self.split(value, "+", REFERENCE_KEYS, where)
         return Reference(*(self.read_name(part, where) for part in parts))
 
     def read_name(self, value: Any, where: str) -> str:
         """A path, or a name on the Hub and its revision, as this tool writes it."""
-        words = self.split(value, "@", ("path", "revision"), where)
+        words = self.split(value, "@", PATH_KEYS, where)
         self.check_name(all(isinstance(word, str) and word for word in words), value, where)
-        self.check(
-            len(words) == 1 or not os.path.exists(os.path.expanduser(words[0])),
-            where,
-            f"{words[0]!r} is on this machine and has no revisions",
-            f"leave @{words[-1]} out",
-        )
+        path, *revision = words
+        if revision and os.path.exists(os.path.expanduser(path)):
+            LOG.warning(
+                f"{self.path}: {where}: {path!r} is on this machine, so its revision has no effect"
+            )
+            return str(path)
         return "@".join(words)
 
     def split(self, value: Any, mark: str, keys: tuple[str, str], where: str) -> list[Any]:
-        """What is one part of a name or two: a text with a mark in it, or a mapping."""
+        """The one or two parts of a name: a text with a mark between them, or a mapping."""
         if isinstance(value, dict):
             return list(({keys[0]: None} | self.read_table(value, where, keys)).values())
         parts = value.split(mark) if isinstance(value, str) else [value]
@@ -198,7 +208,7 @@ class MergekitFile:
             fits,
             where,
             "it is missing" if value is None else f"{str(value)[:60]!r} does not name a model",
-            "like models/base, org/name@revision or models/base+adapter",
+            "write it like models/base, org/name@revision or models/base+adapter",
         )
 
     def read_parts(self) -> list[Part]:
@@ -206,15 +216,15 @@ class MergekitFile:
             ("models" in self.content) != ("slices" in self.content),
             "models",
             "there must be either models or slices",
-            "list the models that are to be merged",
+            "list the models to merge",
         )
         if "models" in self.content:
-            return [Part(self.read_models(self.content["models"], "models"))]
+            return [Part(self.read_models(self.content["models"], "models", MODEL_KEYS))]
         slices = self.read_list(self.content["slices"], "slices")
         return [read_slice(self, entry, where) for where, entry in slices]
 
     def read_list(self, value: Any, where: str) -> list[tuple[str, Any]]:
-        """The entries of a list, after what to call them."""
+        """The entries of a list, each with its place in the file."""
         self.check(
             isinstance(value, list),
             where,
@@ -223,10 +233,10 @@ class MergekitFile:
         )
         return [(f"{where}[{k}]", entry) for k, entry in enumerate(value)]
 
-    def read_models(self, value: Any, where: str, *known: str) -> dict[Reference, Table]:
+    def read_models(self, value: Any, where: str, known: tuple[str, ...]) -> dict[Reference, Table]:
         models: dict[Reference, Table] = {}
         for place, entry in self.read_list(value, where):
-            table = self.read_table(entry, place, ("model", "parameters", *known))
+            table = self.read_table(entry, place, known)
             model = self.read_reference(table.get("model"), f"{place}.model")
             self.check(
                 model not in models, place, f"{model} is there twice", "list each model once"
@@ -256,9 +266,9 @@ class MergekitFile:
             base or role in (OPTIONAL, COUNTED),
             "base_model",
             "it is missing",
-            "name the model that the others were made from",
+            "name the model that the others were fine-tuned from",
         )
-        if base is None:  # the result does not depend on it; adapters are cheapest on it
+        if base is None:  # any will do; adapters on it cost least
             self.from_zero = role == OPTIONAL
             first, *_ = sorted(models, key=lambda model: not model.lora)
             return Reference(first.path)
@@ -266,8 +276,16 @@ class MergekitFile:
             models.setdefault(base, {})
         return base
 
+    def choose_parts(self, parts: Sequence[Part]) -> list[Part]:
+        chosen = [self.choose_models(part) for part in parts]
+        if any(len(part.columns) > 1 for part in chosen):
+            return chosen
+        # There is only the base, and it is the result.
+        self.ours, self.family = MERGEKIT["passthrough"]
+        return [self.choose_models(part) for part in parts]
+
     def choose_models(self, part: Part) -> Part:
-        """A part with its base and what is merged: of an average or an arc, the base is one."""
+        """A part with its base and its models: an average or an arc counts the base as one."""
         base = self.choose_base(part)
         is_merged = self.family.base == COUNTED or self.from_zero
         others = [model for model in part.models if is_merged or model != base]
@@ -277,20 +295,20 @@ class MergekitFile:
             least <= len(others) and (most is None or len(others) <= most),
             "models",
             f"besides the base, {self.method} merges {wanted}, not {len(others)}",
-            "list what is to be merged" if len(others) < least else "leave the others out",
+            "list the models to merge" if len(others) < least else "leave the others out",
         )
         merged = [base, *others] if self.family.base in (FIRST, ONLY) else others
         if part.ranges and base not in part.ranges:
             same = {*part.ranges.values()}
-            words = f"{base}, the base, is not a source, and the sources' layers are not the same"
+            words = f"the base {base} is not a source, and the sources have different layers"
             self.check(len(same) == 1, "slices", words, "add it with its own layer_range")
             part.ranges[base] = min(same)
         return replace(part, columns=(base, *merged))
 
 
 def read_slice(file: MergekitFile, value: Any, where: str) -> Part:
-    table = file.read_table(value, where, ("sources", "base_model", "parameters"))
-    models = file.read_models(table.get("sources"), f"{where}.sources", "layer_range")
+    table = file.read_table(value, where, SLICE_KEYS)
+    models = file.read_models(table.get("sources"), f"{where}.sources", SOURCE_KEYS)
     given = [source.get("layer_range") for source in table["sources"]]
     for layers in given:
         is_pair = isinstance(layers, list) and len(layers) == 2
@@ -308,13 +326,13 @@ def read_slice(file: MergekitFile, value: Any, where: str) -> Part:
         "give ranges of the same length",
     )
     base = file.read_base(table, f"{where}.base_model")
-    parameters = file.read_parameters(table, where, (*file.own, *file.shared))
+    parameters = file.read_parameters(table, where, file.all)
     ranges = {model: (own[0], own[1]) for model, own in zip(models, given, strict=True)}
     return Part(models, parameters, base, ranges)
 
 
 def check_columns(file: MergekitFile) -> None:
-    """Refuse slices with fewer models than others, where no weight of 0 can leave one out."""
+    """Refuse slices of different numbers of models, if no weight of 0 can leave one out."""
     counts = [len(part.columns) - 1 for part in file.parts]
     file.check(
         len({*counts}) == 1 or "weight" in file.family.each,
@@ -332,18 +350,18 @@ def check_columns(file: MergekitFile) -> None:
 
 
 def unwrap_module(file: MergekitFile, content: Any) -> Any:
-    """The content without the level of an only module, as mergekit itself writes its models."""
+    """The content of the only module in place of `modules`: mergekit writes its files so."""
     modules = content.get("modules") if isinstance(content, dict) else None
     if not modules:
         return content
     file.check(
         isinstance(modules, dict) and len(modules) == 1,
         "modules",
-        "all parts of a model are merged alike",
-        "leave one of them, or use mergekit",
+        "there must be exactly one",
+        "keep one of them, or use mergekit",
     )
     [(name, module)] = modules.items()
-    own = file.read_table(module, f"modules.{name}", ("models", "slices", "parameters"))
+    own = file.read_table(module, f"modules.{name}", MODULE_KEYS)
     outer = {key: value for key, value in content.items() if key != "modules"}
     tables = [each.get("parameters") or {} for each in (outer, own)]
     both = {"parameters": {**tables[0], **tables[1]}} if all(tables) else {}
@@ -351,7 +369,7 @@ def unwrap_module(file: MergekitFile, content: Any) -> Any:
 
 
 def read_documents(text: str, path: str, lenient: bool) -> list[MergekitFile]:
-    """The documents of a file, each after those that it refers to: the last is the output."""
+    """The documents of a file, each after those that it refers to. The last is the output."""
     contents = load_yaml(text, path)
     if len(contents) == 1:
         return [MergekitFile(path, contents[0], lenient)]
@@ -362,8 +380,8 @@ def read_documents(text: str, path: str, lenient: bool) -> list[MergekitFile]:
         name = file.name
         is_folder = is_inner_path(name) and not {"/", "\\"} & {*name}
         file.check(not name or is_folder, "name", f"{name!r} is no name for a folder", "change it")
-        whose = f"another document is called {name!r}" if name else "another one has none either"
-        file.check(name not in by_name, "name", whose, "give each but the output a name of its own")
+        whose = f"another document has the name {name!r}" if name else "two documents have none"
+        file.check(name not in by_name, "name", whose, "give each but the output its own name")
         by_name[name] = file
     needs = {
         name: sorted(list_references(file.content) & by_name.keys())
@@ -374,20 +392,20 @@ def read_documents(text: str, path: str, lenient: bool) -> list[MergekitFile]:
     except CycleError as error:
         raise ConfigError(
             f"{path}: documents refer to each other in a circle: {' -> '.join(error.args[1])}",
-            "a model cannot be made from itself",
+            "no model can be made from itself",
         ) from None
     ends = [name for name in order if not any(name in others for others in needs.values())]
     if len(ends) > 1:
         raise ConfigError(
-            f"{path}: {list_names(sorted(ends))} are used by no other document, and only one of "
-            "them can be the output",
+            f"{path}: no other document uses {list_names(sorted(ends))}, and only one of them can "
+            "be the output",
             "give the others a file of their own",
         )
     return [by_name[name] for name in order]
 
 
 def list_references(value: Any, key: str = "") -> set[str]:
-    """What may be names of documents in a document, without adapters on top of them."""
+    """Possible names of documents in a document, without adapters."""
     if isinstance(value, dict):
         pairs = value.items()
         return {name for inner, entry in pairs for name in list_references(entry, str(inner))}

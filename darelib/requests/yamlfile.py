@@ -1,4 +1,4 @@
-"""YAML, which is read without surprises or refused."""
+"""YAML: read without surprises, or refused."""
 
 from collections import Counter
 from typing import Any, Final
@@ -10,7 +10,7 @@ from darelib.core.text import ConfigError, as_text
 MAX_YAML: Final = 1 << 18  # bytes: PyYAML takes seconds for more
 MAX_DIGITS: Final = 100  # of a whole number: Python does not print large ones
 MAX_VALUES: Final = 50_000  # of a file with its aliases written out
-# The last ones are what PyYAML comes to where a value is not what its tag, like !!int, says.
+# PyYAML raises the last three for a value that does not fit its tag, like !!int.
 FAULTS: Final = (
     *(yaml.YAMLError, ValueError, OverflowError, RecursionError),
     *(LookupError, AttributeError, TypeError),
@@ -18,9 +18,9 @@ FAULTS: Final = (
 
 
 def load_yaml(text: str, path: str) -> list[Any]:
-    """The documents of a YAML text, but for empty ones besides others.
+    """The documents of a YAML text, without empty ones, if any is not.
 
-    What would take long, or can be read in two ways, is refused.
+    Texts that would take long, or are ambiguous, are refused.
     """
     try:
         if len(text.encode(errors="replace")) > MAX_YAML:

@@ -66,7 +66,7 @@ def merge_tensors(
     if not isinstance(finetuned, Sequence) or isinstance(finetuned, str):
         raise ConfigError("finetuned must be a list of state dicts", "put it in brackets")
     config.check_models(len(finetuned))
-    for name in ("adapter_rank", "part_of"):
+    for name in ("adapter_rank", "part_of", "pad_vocabulary"):
         if getattr(config, name) is not None:
             raise ConfigError(f"{name} is for files", "leave it out, or use DareMerger")
     given = {"the base": base} | {f"model {i}": model for i, model in enumerate(finetuned)}

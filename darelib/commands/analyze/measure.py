@@ -319,6 +319,8 @@ class MeasureLook(Look):
 
     def __init__(self, tensor: TensorPlan, findings: Findings) -> None:
         self.tensor = tensor
+        self.settings = tensor.settings
+        self.models = tensor.models
         self._findings = findings
         self.found = Found()  # it looks at deltas as they are
         self._sums: dict[int, dict[str, NDArray[Any]]] = {}  # of each job, by its start

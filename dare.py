@@ -29,30 +29,19 @@ if __name__ == "__main__":
     # shows no traceback.
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
-import argparse
-import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from darelib import __version__ as __version__
 from darelib.commands import analyze, convert, extract, merge, pack, sweep, verify
-from darelib.commands.options import (
-    COMMON,
-    SHORT_NAMES,
-    Flags,
-    Room,
-    explain_unknown,
-    place_config,
-)
-from darelib.commands.shell import run_command
-from darelib.config import DareConfig, Group, Rule
+from darelib.commands.shell import Commands, parse_flags, run_command
+from darelib.config import DareConfig, Rule
 from darelib.core.interrupts import Interrupts, ignore_signals
-from darelib.core.text import LOG, ConfigError, DareError, nearest
+from darelib.core.text import LOG, ConfigError, DareError
 from darelib.core.tuning import raise_open_file_limit
 from darelib.models.directories import find_base
 from darelib.models.source import Given, Source, recorded_name
@@ -64,7 +53,7 @@ if TYPE_CHECKING:
     from darelib.commands.analyze.analysis import AnalysisReport, plot_analysis
     from darelib.commands.dryrun import Estimate, Plan
     from darelib.commands.summary import MergeReport, ModelReport
-    from darelib.commands.sweep.report import SweepReport, plot_sweep
+    from darelib.commands.sweep.results import SweepReport, plot_sweep
     from darelib.commands.verify import VerifyReport
     from darelib.models.checkpoint import Checkpoint
     from darelib.output.destination import Destination
@@ -83,9 +72,9 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from darelib.commands import dryrun, summary
     from darelib.commands.analyze import analysis
-    from darelib.commands.sweep import report as search
+    from darelib.commands.sweep import results
 
-    rooms = (dryrun, summary, verify, analysis, search)
+    rooms = (dryrun, summary, verify, analysis, results)
     return next(getattr(room, name) for room in rooms if hasattr(room, name))
 
 
@@ -343,7 +332,7 @@ def dare_sweep(
 
 # By the first word: what it does, and its room, which imports what is heavy when it is run, so that
 # --help starts at once.
-COMMANDS: Final[dict[str, tuple[str, Room]]] = {
+COMMANDS: Final[Commands] = {
     "merge": ("merge models (default)", merge),
     "analyze": ("show what models are like, and suggest settings", analyze),
     "sweep": ("let an evaluation choose the settings", sweep),
@@ -352,108 +341,11 @@ COMMANDS: Final[dict[str, tuple[str, Room]]] = {
     "extract": ("write what a fine-tune changed as a LoRA adapter", extract),
     "convert": ("write a pickle, an adapter or an image model in another format", convert),
 }
-DEFAULT_COMMAND: Final = "merge"
-COMMAND_LIST: Final = "\n".join(f"  {name:8} {words}" for name, (words, _) in COMMANDS.items())
-PAGE: Final = """Merge models that were fine-tuned from the same base.
-
-  {prog} --base BASE --merge FIRST SECOND --output merged   merge two models
-  {prog} analyze --base BASE --merge FIRST SECOND           look before you merge
-  {prog} verify merged                                      make it again, and compare
-
-commands:
-{commands}
-
-{prog} help COMMAND shows all options of a command."""
-
-
-def name_program() -> str:
-    return "dare.py" if sys.argv[0].endswith(".py") else "dare"
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        numbers = "only numbers, with spaces between them, go there; files go after --merge"
-        is_number = "invalid float" in message
-        raise ConfigError(message, numbers if is_number else f"see {self.prog} --help")
-
-
-class Help(argparse.RawDescriptionHelpFormatter):
-    """Each option with its value once, not after its short name as well."""
-
-    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
-        given = super()._format_args(action, default_metavar)
-        return f"{action.metavar} ..." if action.nargs == "+" else given
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        if not action.option_strings or action.nargs == 0:
-            return super()._format_action_invocation(action)
-        return f"{', '.join(action.option_strings)} {self._format_args(action, '')}"
-
-
-def build_parser(name: str) -> Parser:
-    summary, room = COMMANDS[name]
-    options = room.OPTIONS | COMMON
-    words = [how["metavar"] for option, how in options.items() if not option.startswith("-")]
-    usage = " ".join(["%(prog)s", name, "[options]", *words])
-    description = f"{name}: {summary}."
-    if name == DEFAULT_COMMAND:
-        usage = "%(prog)s [COMMAND] [options]"
-        description = (
-            "Merge models fine-tuned from the same base by DARE: drop most of each delta at\n"
-            "random, rescale the rest, combine, add to the base.\n\n"
-            f"commands, each with a --help of its own:\n{COMMAND_LIST}"
-        )
-    parser = Parser(
-        prog=name_program(),
-        usage=usage,
-        description=description,
-        epilog="Flags beat TOML, TOML beats defaults. Paths in TOML are relative to its file.\n"
-        "Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted (143 by SIGTERM).",
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-        add_help=False,
-        formatter_class=partial(Help, max_help_position=26),
-    )
-    # As argparse has it, -1e-3 looks like an option.
-    parser._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
-    first, *others = Group
-    for title in (first, name, *others):  # without a group: the command's own
-        group = parser.add_argument_group(title)
-        for option, how in options.items():
-            given: dict[str, Any] = {"group": name} | how
-            if given.pop("group") == title:
-                group.add_argument(*SHORT_NAMES.get(option, ()), option, **given)
-    return parser
-
-
-def parse_flags(arguments: Sequence[str] | None) -> tuple[Room, Flags]:
-    """The room of the command, merge where none is given, and the flags."""
-    words = place_config(list(sys.argv[1:] if arguments is None else arguments))
-    if words in ([], ["help"]):
-        page = PAGE.format(prog=name_program(), commands=COMMAND_LIST)
-        print(page, file=sys.stdout if words else sys.stderr)
-        sys.exit(0 if words else 2)
-    if words[0] == "help":
-        words = [*words[1:], "--help"]
-    if words[0] not in COMMANDS and not words[0].startswith("-"):
-        raise ConfigError(
-            f"there is no command {words[0]!r}",
-            f"{nearest(words[0], COMMANDS)} (files go after --base, --merge or --output)",
-        )
-    name = words.pop(0) if words[0] in COMMANDS else DEFAULT_COMMAND
-    if name == DEFAULT_COMMAND and any(word.split("=")[0] == "--verify" for word in words):
-        name = "verify"
-    parser = build_parser(name)
-    parsed, unknown = parser.parse_known_args(words)
-    if unknown:
-        rooms = {word: room for word, (_, room) in COMMANDS.items()}
-        raise explain_unknown(unknown[0].split("=")[0], name, parser, rooms)
-    return COMMANDS[name][1], vars(parsed)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     def act() -> None:
-        room, flags = parse_flags(arguments)
+        room, flags = parse_flags(arguments, COMMANDS)
         raise_open_file_limit()
         room.run(flags, DareMerger)
 

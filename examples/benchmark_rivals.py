@@ -128,7 +128,7 @@ def multiply(base: str, *models: str) -> None:
     from safetensors import safe_open
 
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    from darelib.core.matrices import find_matrices
+    from darelib.core.arrays import find_matrices
 
     side = 2048
     factor = np.ones((side, side), np.float32)

@@ -255,7 +255,7 @@ from darelib.run import threads
 from darelib.run.worker import Worker
 from darelib.core.tuning import TUNING
 parse = dare.parse_flags
-dare.parse_flags = lambda words: (print("started", flush=True), parse(words))[1]
+dare.parse_flags = lambda *given: (print("started", flush=True), parse(*given))[1]
 """
 
 

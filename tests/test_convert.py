@@ -192,7 +192,7 @@ def test_tensors_are_written_one_after_the_other_and_copied_in_pieces(
         return copy(tensor)
 
     monkeypatch.setattr(torch.Tensor, "contiguous", watch)
-    monkeypatch.setattr("darelib.commands.pickles.PIECE_BYTES", 1024)
+    monkeypatch.setattr("darelib.commands.conversions.PIECE_BYTES", 1024)
     run("convert", tmp_path / "old.pt", tmp_path / "new.safetensors", "-q")
     monkeypatch.undo()
     assert 0 < max(sizes) <= 1024
@@ -205,7 +205,7 @@ def test_what_a_killed_conversion_left_is_removed_by_the_next(tmp_path: Path, we
     torch.save(weights, tmp_path / "old.bin")
     words = ["convert", str(tmp_path / "old.bin"), str(tmp_path / "new.safetensors"), "-q"]
     program = (
-        "import os, dare, darelib.commands.pickles as room\n"
+        "import os, dare, darelib.commands.conversions as room\n"
         f"room.tensor_bytes = lambda _: map(os.kill, [os.getpid()], [9])\ndare.main({words})"
     )
     subprocess.run([sys.executable, "-c", program], check=False, cwd=HERE)
@@ -219,7 +219,8 @@ def test_an_interrupted_conversion_leaves_nothing(
 ) -> None:
     torch.save(weights, tmp_path / "old.bin")
     stop = Mock(side_effect=KeyboardInterrupt)  # when the first bytes are written
-    monkeypatch.setattr("darelib.commands.pickles.tensor_bytes", lambda tensor: map(stop, [tensor]))
+    interrupt = "darelib.commands.conversions.tensor_bytes"
+    monkeypatch.setattr(interrupt, lambda tensor: map(stop, [tensor]))
     run("convert", tmp_path / "old.bin", tmp_path / "new.safetensors", status=130)
     assert os.listdir(tmp_path) == ["old.bin"]
 

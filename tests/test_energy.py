@@ -76,7 +76,7 @@ def test_what_a_low_rank_keeps_of_wide_matrices_is_nearly_found(
     tmp_path: Path, monkeypatch: Patch, entries: int
 ) -> None:
     """However many entries are read at a time."""
-    monkeypatch.setattr("darelib.commands.analyze.matrices.READ_ENTRIES", entries)
+    monkeypatch.setattr("darelib.commands.analyze.overlaps.READ_ENTRIES", entries)
     base = random_model(1, F32, {"layers.0.mlp.weight": (500, 700)})
     model = change(base, 20, 0.003)
     found = analyze(tmp_path, base, model).models[0].energy

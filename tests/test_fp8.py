@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dare import DareConfig, DareError, DareMerger, dare_merge
-from darelib.kernels import fp8
+from darelib.kernels import float8
 from darelib.models.tensorfile import TensorFile
 from tests import support
 from tests.support import (
@@ -413,8 +413,8 @@ def test_every_float_is_rounded_as_torch_rounds_it() -> None:
     ties = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
     values = (tops[:, None] | ties).view(np.float32)
     values = values[np.abs(values) < 464]  # what is beyond rounds to no number
-    assert np.array_equal(fp8.encode(values), raw(torch.from_numpy(values).to(FP8)))
+    assert np.array_equal(float8.encode(values), raw(torch.from_numpy(values).to(FP8)))
     every = np.arange(255, dtype=np.uint8)
     decoded = np.empty(255, np.float32)
-    fp8.decode(every, decoded)
+    float8.decode(every, decoded)
     assert np.array_equal(decoded, torch.from_numpy(every).view(FP8).float(), equal_nan=True)

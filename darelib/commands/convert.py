@@ -51,14 +51,14 @@ class ConvertReport(Report):
 
 
 def run(flags: Flags, merger_class: MergerClass) -> None:
-    from darelib.commands.formats import (
+    from darelib.commands.conversions import (
         convert_adapter,
+        convert_pickles,
         convert_to_base,
         convert_to_original,
         is_adapter,
         is_diffusion,
     )
-    from darelib.commands.pickles import convert_pickles
 
     started = time.perf_counter()
     LOG.setLevel(logging.INFO if flags.get("verbose", True) else logging.WARNING)

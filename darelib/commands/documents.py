@@ -11,7 +11,7 @@ from darelib.config import name_flag
 from darelib.core.text import LOG, ConfigError
 from darelib.models.inputs import explain_path
 from darelib.models.source import Source, is_on_hub
-from darelib.output.scratch import open_scratch
+from darelib.output.new_files import open_scratch
 from darelib.requests.configfile import check_new_file
 from darelib.requests.mergekit import make_request
 from darelib.requests.mergekitfile import MergekitFile

@@ -11,17 +11,16 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
-from darelib import __version__
 from darelib.commands.report import Report
 from darelib.config import SETTINGS, DareConfig, Group, explain_setting, name_flag
 from darelib.config.values import SWITCH
 from darelib.core.interrupts import Terminated, ignore_signals
-from darelib.core.text import LOG, ConfigError, nearest, print_result
+from darelib.core.text import LOG, ConfigError, print_result
 from darelib.models.directories import BASE_HINT
 from darelib.models.source import Source
 from darelib.models.vocabulary import TEMPLATES
 from darelib.requests.readers import YAML_SUFFIXES, load_request
-from darelib.requests.request import Request, explain_key, layer_flags
+from darelib.requests.request import Request, layer_flags
 
 if TYPE_CHECKING:
     from darelib.commands.dryrun import Plan
@@ -74,15 +73,6 @@ class Merger(Protocol):
 MergerClass: TypeAlias = Callable[..., Merger]
 
 CONTINUES: Final = "the same command goes on from here"  # a hint after an interrupt
-SHORT_NAMES: Final = {
-    "--config": ("-c",),
-    "--base": ("-b",),
-    "--merge": ("-m",),
-    "--output": ("-o",),
-    "--verbose": ("-v",),
-    "--quiet": ("-q",),
-    "--help": ("-h",),
-}
 
 
 def make_flag(name: str) -> dict[str, Any]:
@@ -173,64 +163,6 @@ PLOT: Final = {
     "help": "draw what was found, to a .png, .svg or .pdf file",
 }
 WRITE_CONFIG: Final = {"metavar": "FILE", "type": Path}  # -: it is printed
-# What every command takes.
-COMMON: Final[Options] = {
-    "--json": {"action": "store_true", "help": "print results as JSON", "group": Group.RUN},
-    "--verbose": {
-        "action": "store_true",
-        "help": "show progress and summary (default)",
-        "group": Group.RUN,
-    },
-    "--quiet": {
-        "action": "store_false",
-        "dest": "verbose",
-        "help": "only warnings and errors",
-        "group": Group.RUN,
-    },
-    "--version": {
-        "action": "version",
-        "version": f"dare {__version__}",
-        "help": "show the version",
-        "group": Group.RUN,
-    },
-    "--help": {"action": "help", "help": "show this help", "group": Group.RUN},
-}
-
-
-def place_config(words: list[str]) -> list[str]:
-    """A configuration and perhaps an output as the first words, as mergekit has them, as flags."""
-    if not words or not words[0].endswith((".yaml", ".yml", ".toml")):
-        return words
-    config, *rest = words
-    output = ["--output"] if rest and not rest[0].startswith("-") else []
-    return ["--config", config, *output, *rest]
-
-
-class Room(Protocol):
-    """What every command has: its options, and what it does with the flags that are given."""
-
-    OPTIONS: Options
-
-    def run(self, flags: Flags, merger_class: MergerClass) -> None: ...
-
-
-def explain_unknown(
-    word: str, name: str, parser: argparse.ArgumentParser, rooms: Mapping[str, Room]
-) -> ConfigError:
-    """What is wrong with a word that a command does not take. rooms: of all commands."""
-    if not word.startswith("-"):
-        files = "files go after --config, --base, --merge or --output"
-        command = f"a command is the first word: {parser.prog} {word} ..."
-        return ConfigError(f"{word!r} is not expected here", command if word in rooms else files)
-    long = next((name for name, short in SHORT_NAMES.items() if word in short), word)
-    for other, room in rooms.items():
-        if long in room.OPTIONS:
-            return ConfigError(
-                f"{word} means nothing to {name}", f"it belongs to {parser.prog} {other}"
-            )
-    foreign = explain_key(word.lstrip("-").replace("-", "_"), ())
-    hint = foreign or nearest(word, parser._option_string_actions)
-    return ConfigError(f"there is no option {word!r}", hint)
 
 
 def make_merger(flags: Flags, merger_class: MergerClass) -> tuple[Merger, Request]:

@@ -1,13 +1,193 @@
-"""What the shell sees of a command: its streams, its messages and its exit status."""
+"""What the shell sees of a command: its flags and its help, its streams, its messages and its exit
+status.
+"""
 
+from __future__ import annotations
+
+import argparse
 import os
+import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from io import TextIOWrapper
+from typing import Any, Final, NoReturn, Protocol, TypeAlias
 
+from darelib import __version__
+from darelib.commands.options import Flags, MergerClass, Options
+from darelib.config import Group
 from darelib.core.interrupts import Terminated, stop_on_signals
-from darelib.core.text import LOG, DareError, Messages, label
+from darelib.core.text import LOG, ConfigError, DareError, Messages, label, nearest
+from darelib.requests.request import explain_key
+
+
+class Room(Protocol):
+    """What every command has: its options, and what it does with the flags that are given."""
+
+    OPTIONS: Options
+
+    def run(self, flags: Flags, merger_class: MergerClass) -> None: ...
+
+
+Commands: TypeAlias = Mapping[str, tuple[str, Room]]  # by name: what it does, and its room
+
+SHORT_NAMES: Final = {
+    "--config": ("-c",),
+    "--base": ("-b",),
+    "--merge": ("-m",),
+    "--output": ("-o",),
+    "--verbose": ("-v",),
+    "--quiet": ("-q",),
+    "--help": ("-h",),
+}
+# What every command takes.
+COMMON: Final[Options] = {
+    "--json": {"action": "store_true", "help": "print results as JSON", "group": Group.RUN},
+    "--verbose": {
+        "action": "store_true",
+        "help": "show progress and summary (default)",
+        "group": Group.RUN,
+    },
+    "--quiet": {
+        "action": "store_false",
+        "dest": "verbose",
+        "help": "only warnings and errors",
+        "group": Group.RUN,
+    },
+    "--version": {
+        "action": "version",
+        "version": f"dare {__version__}",
+        "help": "show the version",
+        "group": Group.RUN,
+    },
+    "--help": {"action": "help", "help": "show this help", "group": Group.RUN},
+}
+DEFAULT_COMMAND: Final = "merge"
+PAGE: Final = """Merge models that were fine-tuned from the same base.
+
+  {prog} --base BASE --merge FIRST SECOND --output merged   merge two models
+  {prog} analyze --base BASE --merge FIRST SECOND           look before you merge
+  {prog} verify merged                                      make it again, and compare
+
+commands:
+{commands}
+
+{prog} help COMMAND shows all options of a command."""
+
+
+def list_commands(commands: Commands) -> str:
+    return "\n".join(f"  {name:8} {words}" for name, (words, _) in commands.items())
+
+
+def name_program() -> str:
+    return "dare.py" if sys.argv[0].endswith(".py") else "dare"
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        numbers = "only numbers, with spaces between them, go there; files go after --merge"
+        is_number = "invalid float" in message
+        raise ConfigError(message, numbers if is_number else f"see {self.prog} --help")
+
+
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Each option with its value once, not after its short name as well."""
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        given = super()._format_args(action, default_metavar)
+        return f"{action.metavar} ..." if action.nargs == "+" else given
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        return f"{', '.join(action.option_strings)} {self._format_args(action, '')}"
+
+
+def build_parser(name: str, commands: Commands) -> Parser:
+    summary, room = commands[name]
+    options = room.OPTIONS | COMMON
+    words = [how["metavar"] for option, how in options.items() if not option.startswith("-")]
+    usage = " ".join(["%(prog)s", name, "[options]", *words])
+    description = f"{name}: {summary}."
+    if name == DEFAULT_COMMAND:
+        usage = "%(prog)s [COMMAND] [options]"
+        description = (
+            "Merge models fine-tuned from the same base by DARE: drop most of each delta at\n"
+            "random, rescale the rest, combine, add to the base.\n\n"
+            f"commands, each with a --help of its own:\n{list_commands(commands)}"
+        )
+    parser = Parser(
+        prog=name_program(),
+        usage=usage,
+        description=description,
+        epilog="Flags beat TOML, TOML beats defaults. Paths in TOML are relative to its file.\n"
+        "Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted (143 by SIGTERM).",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+        add_help=False,
+        formatter_class=partial(Help, max_help_position=26),
+    )
+    # As argparse has it, -1e-3 looks like an option.
+    parser._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
+    first, *others = Group
+    for title in (first, name, *others):  # without a group: the command's own
+        group = parser.add_argument_group(title)
+        for option, how in options.items():
+            given: dict[str, Any] = {"group": name} | how
+            if given.pop("group") == title:
+                group.add_argument(*SHORT_NAMES.get(option, ()), option, **given)
+    return parser
+
+
+def parse_flags(arguments: Sequence[str] | None, commands: Commands) -> tuple[Room, Flags]:
+    """The room of the command, merge where none is given, and the flags."""
+    words = place_config(list(sys.argv[1:] if arguments is None else arguments))
+    if words in ([], ["help"]):
+        page = PAGE.format(prog=name_program(), commands=list_commands(commands))
+        print(page, file=sys.stdout if words else sys.stderr)
+        sys.exit(0 if words else 2)
+    if words[0] == "help":
+        words = [*words[1:], "--help"]
+    if words[0] not in commands and not words[0].startswith("-"):
+        raise ConfigError(
+            f"there is no command {words[0]!r}",
+            f"{nearest(words[0], commands)} (files go after --base, --merge or --output)",
+        )
+    name = words.pop(0) if words[0] in commands else DEFAULT_COMMAND
+    if name == DEFAULT_COMMAND and any(word.split("=")[0] == "--verify" for word in words):
+        name = "verify"
+    parser = build_parser(name, commands)
+    parsed, unknown = parser.parse_known_args(words)
+    if unknown:
+        raise explain_unknown(unknown[0].split("=")[0], name, parser, commands)
+    return commands[name][1], vars(parsed)
+
+
+def place_config(words: list[str]) -> list[str]:
+    """A configuration and perhaps an output as the first words, as mergekit has them, as flags."""
+    if not words or not words[0].endswith((".yaml", ".yml", ".toml")):
+        return words
+    config, *rest = words
+    output = ["--output"] if rest and not rest[0].startswith("-") else []
+    return ["--config", config, *output, *rest]
+
+
+def explain_unknown(word: str, name: str, parser: Parser, commands: Commands) -> ConfigError:
+    """What is wrong with a word that a command does not take."""
+    if not word.startswith("-"):
+        files = "files go after --config, --base, --merge or --output"
+        command = f"a command is the first word: {parser.prog} {word} ..."
+        return ConfigError(f"{word!r} is not expected here", command if word in commands else files)
+    long = next((name for name, short in SHORT_NAMES.items() if word in short), word)
+    for other, (_, room) in commands.items():
+        if long in room.OPTIONS:
+            return ConfigError(
+                f"{word} means nothing to {name}", f"it belongs to {parser.prog} {other}"
+            )
+    foreign = explain_key(word.lstrip("-").replace("-", "_"), ())
+    hint = foreign or nearest(word, parser._option_string_actions)
+    return ConfigError(f"there is no option {word!r}", hint)
 
 
 def run_command(act: Callable[[], None]) -> int:

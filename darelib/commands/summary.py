@@ -7,13 +7,12 @@ from typing import Any, ClassVar, Final, Self
 
 from darelib.commands.report import Part, Report, Table
 from darelib.config import as_toml
-from darelib.core.drops import DROPS, EXPECTATION, RANDOM
-from darelib.core.mask import MASK_BITS
+from darelib.core.drops import DROPS, EXPECTATION, MASK_BITS, RANDOM
 from darelib.core.text import LISTED, count_of, human, printable, shorten_names
 from darelib.core.tuning import TUNING
 from darelib.output.prepare import FilePlan
 from darelib.requests.configfile import as_literal
-from darelib.run.outcomes import Outcome, Tally, explain_copied, sum_fields
+from darelib.run.worker import Outcome, Tally, explain_copied, sum_fields
 
 # A fine-tune's delta is a small part of its weights; two unrelated models differ by more than
 # either weighs, which is refused.

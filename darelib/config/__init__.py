@@ -52,13 +52,13 @@ from darelib.config.values import (
     whole,
     word,
 )
+from darelib.core.arrays import find_matrices
 from darelib.core.drops import DROP_SETTINGS, DROPS, EXPECTATION, L1, NONE, RANDOM, Drop, Thinning
 from darelib.core.formats import DTYPES, SHORT_DTYPES
-from darelib.core.matrices import find_matrices
 from darelib.core.text import ConfigError, count_of
 from darelib.methods import DEFAULT, METHOD_NUMBERS, METHOD_SETTINGS, METHODS, choose_method
+from darelib.methods.coefficients import ZERO, TensorSettings
 from darelib.methods.method import Method, sum_weights
-from darelib.methods.settings import ZERO, TensorSettings
 
 __all__ = [
     "LAYER",

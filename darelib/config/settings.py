@@ -32,7 +32,7 @@ from darelib.config.values import (
 from darelib.core.drops import DROPS, RESCALES
 from darelib.core.text import ConfigError, as_text, nearest
 from darelib.methods import METHODS
-from darelib.methods.settings import BASE, ZERO
+from darelib.methods.coefficients import BASE, ZERO
 
 # Of changes that are no product of matrices, where an adapter is written.
 SAVE: Final = "save"

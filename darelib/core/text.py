@@ -1,10 +1,12 @@
-"""Errors, and words for people: messages, names and figures as a terminal shows them."""
+"""Errors, words for people (messages, names, figures as a terminal shows them), and TOML."""
 
 import json
 import logging
 import os
+import re
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -226,3 +228,20 @@ def progress(what: str, total: int, shown: bool) -> Iterator[Callable[[int], Non
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda amount: bar.advance(task, amount)
+
+
+MAX_TOML: Final = 1 << 20  # bytes, so that a hostile file takes little memory and time
+TOO_LONG: Final = f"it is longer than {MAX_TOML:,} bytes"
+# Python's parser takes memory and time with the square of the number of parts of a dotted key.
+LONG_KEY: Final = re.compile(  # of bare or quoted parts
+    r"""(?<![\w\\-])(?:(?:[\w-]++|"(?:[^"\\\n]++|\\.)*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){64}"""
+)
+
+
+def read_toml(text: str) -> dict[str, Any]:
+    """What a TOML text says; what is not TOML, or too much to read, is a ValueError."""
+    if len(text.encode(errors="replace")) > MAX_TOML:
+        raise ValueError(TOO_LONG)
+    if LONG_KEY.search(text):
+        raise ValueError("one of its keys has too many parts")
+    return tomllib.loads(text)

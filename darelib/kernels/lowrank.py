@@ -9,8 +9,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from darelib.core.arrays import library
-from darelib.core.matrices import LEAST_SHARE, find_span
+from darelib.core.arrays import LEAST_SHARE, find_span, library
 
 Array = Any  # of NumPy or torch, of two dimensions
 # A random sketch has so many columns more than are wanted, and is multiplied by the matrix and its

@@ -9,13 +9,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from darelib.core.arrays import Array, library
+from darelib.core.arrays import Array, Factors, library
 from darelib.core.formats import DTYPES
-from darelib.core.matrices import Factors
 from darelib.core.text import LOG
 from darelib.methods import METHODS
+from darelib.methods.coefficients import TensorSettings
 from darelib.methods.method import WholeMerge
-from darelib.methods.settings import TensorSettings
 
 
 def find_whole(settings: TensorSettings) -> WholeMerge:

@@ -12,15 +12,19 @@ from typing import Final
 
 import numpy as np
 
-from darelib.core.arrays import Array, add_up, library
-from darelib.core.drops import Bounds, End, Thinning
+from darelib.core.arrays import Array, Matrices, add_up, find_matrices, library
+from darelib.core.drops import MASK_BITS, ROUNDS, TILE, Bounds, End, Thinning, mask_key
 from darelib.core.formats import FORMATS, widen
-from darelib.core.mask import MASK_BITS, ROUNDS, TILE, mask_key
-from darelib.core.matrices import Matrices, find_matrices
 from darelib.methods import METHODS, OPERATIONS, choose_looks, returns_model
-from darelib.methods.coefficients import Coefficients, Found, Piece, weigh_for_look
+from darelib.methods.coefficients import (
+    ZERO,
+    Coefficients,
+    Found,
+    Piece,
+    TensorSettings,
+    weigh_for_look,
+)
 from darelib.methods.looks import BoundsLook, ChunkLook, GramLook, Look, ScoreLook, fold_columns
-from darelib.methods.settings import ZERO, TensorSettings
 
 # A model's delta, which entries a drop keeps, and what each is divided by.
 Kept = tuple[Array, Array, Array | None]

@@ -6,16 +6,15 @@ from typing import Final
 
 from darelib.core.drops import Thinning
 from darelib.methods.arcs import KARCHER, MULTISLERP, NUSLERP, SLERP
+from darelib.methods.coefficients import TensorSettings
 from darelib.methods.fusion import FUSION
 from darelib.methods.linear import LINEAR
 from darelib.methods.looks import BoundsLook, Look, SumsLook
 from darelib.methods.method import Method, average_weights
 from darelib.methods.nearswap import NEARSWAP
 from darelib.methods.passthrough import PASSTHROUGH
-from darelib.methods.ram import RAM
-from darelib.methods.ramplus import RAMPLUS
+from darelib.methods.ram import RAM, RAMPLUS
 from darelib.methods.sce import SCE
-from darelib.methods.settings import TensorSettings
 from darelib.methods.stock import STOCK
 from darelib.methods.ties import TIES
 from darelib.methods.wudi import WUDI

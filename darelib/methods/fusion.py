@@ -12,8 +12,7 @@ from darelib.core.arrays import Array, divide, library
 from darelib.core.drops import End
 from darelib.methods.coefficients import Coefficients, Piece
 from darelib.methods.looks import RowLook, ScoreLook
-from darelib.methods.mergekit import Family
-from darelib.methods.method import Method, Operation, add_rows
+from darelib.methods.method import Family, Method, Operation, add_rows
 
 SOFTMAX_EPSILON: Final = 1e-8  # mergekit adds it to every share
 ROWS_AT_ONCE: Final = 1 << 22  # elements of whole rows

@@ -3,10 +3,17 @@
 from typing import Final
 
 from darelib.core.drops import BREADCRUMBS, DELLA, RANDOM
-from darelib.methods.coefficients import weigh_from_origin
-from darelib.methods.mergekit import COUNTED, Family, Settings, leave_out_of_sum, make_task_family
-from darelib.methods.method import DARE_RATE, SUM, Method
-from darelib.methods.settings import ZERO
+from darelib.methods.coefficients import ZERO, weigh_from_origin
+from darelib.methods.method import (
+    COUNTED,
+    DARE_RATE,
+    SUM,
+    Family,
+    Method,
+    Settings,
+    leave_out_of_sum,
+    make_task_family,
+)
 
 
 def finish_average(made: Settings) -> Settings:

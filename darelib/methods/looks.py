@@ -8,8 +8,14 @@ from typing import Any, Final
 from darelib.core.arrays import Array, fold_neighbours, library
 from darelib.core.drops import End
 from darelib.core.formats import DIGIT_BITS, NO_PREFIX
-from darelib.methods.coefficients import Coefficients, Found, Piece, weigh_for_look
-from darelib.methods.settings import ZERO, TensorSettings
+from darelib.methods.coefficients import (
+    ZERO,
+    Coefficients,
+    Found,
+    Piece,
+    TensorSettings,
+    weigh_for_look,
+)
 
 
 @dataclass(eq=False)

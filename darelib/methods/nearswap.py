@@ -4,8 +4,7 @@ from typing import Final
 
 from darelib.core.arrays import Array, library
 from darelib.methods.coefficients import Coefficients, Piece, weigh
-from darelib.methods.mergekit import Family
-from darelib.methods.method import Method, Operation, add_rows
+from darelib.methods.method import Family, Method, Operation, add_rows
 
 LEAST_DELTA: Final = 1e-6  # no smaller one is divided by
 

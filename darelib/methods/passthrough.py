@@ -3,8 +3,7 @@
 from typing import Final
 
 from darelib.methods.coefficients import weigh
-from darelib.methods.mergekit import ONLY, Family
-from darelib.methods.method import SUM, Method
+from darelib.methods.method import ONLY, SUM, Family, Method
 
 PASSTHROUGH: Final = Method(
     "passthrough",

@@ -7,11 +7,9 @@ from typing import Final
 
 from darelib.core.arrays import Array, add_up, library
 from darelib.core.drops import End
-from darelib.methods.coefficients import Coefficients, Found, Piece, weigh_for_look
+from darelib.methods.coefficients import Coefficients, Found, Piece, TensorSettings, weigh_for_look
 from darelib.methods.looks import ScoreLook, SumLook
-from darelib.methods.mergekit import Family, Settings
-from darelib.methods.method import Method, Operation, add_rows
-from darelib.methods.settings import TensorSettings
+from darelib.methods.method import Family, Method, Operation, Settings, add_rows
 
 LEAST_SHARE: Final = 1e-6  # what weights are divided by is not smaller
 

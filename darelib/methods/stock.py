@@ -5,11 +5,9 @@ from functools import lru_cache
 from itertools import combinations
 from typing import Final
 
-from darelib.methods.arcs import weigh_by_products
+from darelib.methods.arcs import LEAST_PRODUCT, Products, Space, clip, weigh_by_products
 from darelib.methods.looks import GramLook
-from darelib.methods.mergekit import Family
-from darelib.methods.method import SUM, Method
-from darelib.methods.vectors import LEAST_PRODUCT, Products, Space, clip
+from darelib.methods.method import SUM, Family, Method
 
 
 @lru_cache(64)

@@ -6,11 +6,16 @@ from typing import Final
 
 from darelib.core.arrays import Array, divide, library
 from darelib.core.drops import BREADCRUMBS, DELLA, MAGNITUDE, RANDOM
-from darelib.methods.coefficients import Coefficients, Found, Piece, weigh
+from darelib.methods.coefficients import Coefficients, Found, Piece, TensorSettings, weigh
 from darelib.methods.looks import TrimLook
-from darelib.methods.mergekit import make_task_family
-from darelib.methods.method import DARE_RATE, Method, Operation, add_rows, keep_shares
-from darelib.methods.settings import TensorSettings
+from darelib.methods.method import (
+    DARE_RATE,
+    Method,
+    Operation,
+    add_rows,
+    keep_shares,
+    make_task_family,
+)
 
 
 def elect(piece: Piece, own: Coefficients) -> Array:

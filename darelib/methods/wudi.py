@@ -23,11 +23,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from darelib.core.arrays import Array, library
-from darelib.core.matrices import LONGEST_SIDE, Factors, Matrices, find_span
+from darelib.core.arrays import LONGEST_SIDE, Array, Factors, Matrices, find_span, library
+from darelib.methods.coefficients import Options
 from darelib.methods.looks import MatrixLook
 from darelib.methods.method import SUM, Method, WholeMerge
-from darelib.methods.settings import Options
 
 # In float32, what lies where no change is comes out too large, by about this times the unit
 # roundoff, times the mean eigenvalue (by size) of the Gram matrix, divided by the ridge: measured.

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from darelib.config import DareConfig, is_count
+from darelib.core.drops import TILE
 from darelib.core.formats import FORMATS, widen
-from darelib.core.mask import TILE
 from darelib.core.text import ConfigError, DareError, clip
-from darelib.kernels import fp8, plain
+from darelib.kernels import float8, plain
 from darelib.methods import METHODS
 from darelib.methods.looks import Look
 from darelib.models.checkpoint import QUANTISE_HINT, Checkpoint, module_of, quantised_modules
@@ -126,7 +126,7 @@ class Fp8(Derived):
         stored = np.empty(count, np.uint8)
         values = np.frombuffer(into, np.float32)
         model.read_bytes(stored.data, self.stored, start)
-        fp8.decode(stored, values)
+        float8.decode(stored, values)
         width = info.width
         stop = start + count
         first_row = min(-(-start // width) * width, stop)
@@ -141,7 +141,7 @@ class Fp8(Derived):
         part = values.reshape(-1, min(width, len(values)))
         raw = self.read_scales(model, row, len(part))
         scales = widen(raw, self.scales.dtype).reshape(-1, self.grid[1])
-        for rows, factors in fp8.spread(scales, self.block, row, len(part), width):
+        for rows, factors in float8.spread(scales, self.block, row, len(part), width):
             one = factors.shape[-1] == 1
             part[rows] *= factors if one else factors[..., column : column + part.shape[1]]
 
@@ -171,7 +171,7 @@ class Unscaled(Derived):
     ) -> None:
         stored = np.empty(count, np.uint8)
         self.stored.encoding.read_stored(model, self.stored, start, stored.data)
-        brains = fp8.list_brains(self.stored.dtype)[stored]
+        brains = float8.list_brains(self.stored.dtype)[stored]
         if info.dtype == "F32":
             into.view(np.uint32)[:] = brains.astype(np.uint32) << 16
         else:
@@ -196,12 +196,13 @@ class KeptWriter(Writer):
 
     def add(self, merged: NDArray[np.uint8], base: NDArray[np.uint8], count: int) -> None:
         values = merged.view(np.float32)[:count]
-        if (np.abs(values) > fp8.LARGEST).any():
+        if (np.abs(values) > float8.LARGEST).any():
             raise DareError(
-                f"{self._target.name!r} has merged values above {fp8.LARGEST:g}, which FP8 has not",
+                f"{self._target.name!r} has merged values above {float8.LARGEST:g}, "
+                "which FP8 has not",
                 "leave --keep-fp8 out, and write --dtype bfloat16",
             )
-        self._target.put(self._target.name, fp8.encode(values).data, self._place)
+        self._target.put(self._target.name, float8.encode(values).data, self._place)
         self._place += count
 
 
@@ -270,7 +271,7 @@ def read_unscaled(model: Checkpoint, base: Checkpoint, config: DareConfig) -> No
         mine = base.tensors.get(name)
         if config.keep_fp8 and model is base:
             model.tensors[name] = dataclasses.replace(info, dtype="F32", encoding=Kept(info))
-        elif config.dtype or (mine and mine.dtype not in fp8.TYPES):
+        elif config.dtype or (mine and mine.dtype not in float8.TYPES):
             model.tensors[name] = dataclasses.replace(info, dtype="BF16", encoding=Unscaled(info))
 
 
@@ -279,7 +280,7 @@ def find_unscaled(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
 
     Where others have scales, one without may have lost it.
     """
-    stored = {name: info for name, info in tensors.items() if info.dtype in fp8.TYPES}
+    stored = {name: info for name, info in tensors.items() if info.dtype in float8.TYPES}
     if not any(len(info.shape) > 1 for info in stored.values()):
         return {}
     others = {name: info for name, info in tensors.items() if name not in stored}
@@ -294,7 +295,7 @@ def has_scales(tensors: Mapping[str, TensorInfo]) -> bool:
     modules = {
         name.rpartition(".")[0]
         for name, info in tensors.items()
-        if info.dtype in fp8.TYPES and len(info.shape) > 1 and f".{name}".endswith(".weight")
+        if info.dtype in float8.TYPES and len(info.shape) > 1 and f".{name}".endswith(".weight")
     }
     for name in tensors:
         module, _, last = name.rpartition(".")
@@ -406,13 +407,13 @@ class Fp8Writer(Writer):
         made: Array = np.empty(merged.shape, np.uint8)
         if changed.any():
             with np.errstate(all="ignore"):  # in blocks that keep the base's bytes
-                for rows, factors in fp8.spread(divisors, block, 0, len(merged), width):
+                for rows, factors in float8.spread(divisors, block, 0, len(merged), width):
                     merged[rows] /= factors
-            made = fp8.encode(merged)
+            made = float8.encode(merged)
         if not changed.all():
             stored = np.empty(merged.shape, np.uint8)
             self._target.model.read_bytes(stored.reshape(-1).data, self._encoding.stored, start)
-            for rows, has_changed in fp8.spread(changed, block, 0, len(merged), width):
+            for rows, has_changed in float8.spread(changed, block, 0, len(merged), width):
                 np.copyto(made[rows], stored[rows], where=~has_changed)
         self._target.put(self._target.name, made.reshape(-1).data, start)
 
@@ -426,11 +427,11 @@ class Fp8Writer(Writer):
             changed = np.array([[self._look.changed]])
             peaks = np.array([[self._look.largest]])
         else:
-            changed = fp8.reduce_blocks(np.logical_or, merged != base, block)
-            peaks = fp8.reduce_blocks(np.maximum, np.abs(merged), block)
+            changed = float8.reduce_blocks(np.logical_or, merged != base, block)
+            peaks = float8.reduce_blocks(np.maximum, np.abs(merged), block)
         old = encoding.read_scales(self._target.model, row, len(merged))
         old = old.view(FORMATS[dtype].raw).reshape(changed.shape)
-        wanted = np.maximum(peaks / np.float32(fp8.LARGEST), np.float32(fp8.SMALLEST_SCALE))
+        wanted = np.maximum(peaks / np.float32(float8.LARGEST), np.float32(float8.SMALLEST_SCALE))
         if encoding.powers:  # the next one up, as the base's are
             fractions, exponents = np.frexp(wanted)
             wanted = np.ldexp(np.float32(1), exponents - (fractions == 0.5))

@@ -9,8 +9,7 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any, Final
 
-from darelib.core.text import ConfigError, DareError, as_text, list_names
-from darelib.core.tomlfile import MAX_TOML, read_toml
+from darelib.core.text import MAX_TOML, ConfigError, DareError, as_text, list_names, read_toml
 from darelib.models.directories import (
     ADAPTER_FILE,
     CONFIG_FILE,

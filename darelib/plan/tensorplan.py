@@ -8,13 +8,12 @@ from types import MappingProxyType
 from typing import Self
 
 from darelib.config import Rule
+from darelib.core.arrays import Matrices, find_matrices
 from darelib.core.formats import FORMATS, STORED_BITS
-from darelib.core.matrices import Matrices, find_matrices
 from darelib.kernels import KernelSpec
 from darelib.methods import METHODS, choose_looks
-from darelib.methods.coefficients import Found
+from darelib.methods.coefficients import BASE, Found, TensorSettings
 from darelib.methods.looks import Look
-from darelib.methods.settings import BASE, TensorSettings
 from darelib.models.directories import OWN_STEM
 from darelib.models.encodings import Encoding, TensorInfo
 from darelib.models.tensorfile import header_bytes, parse_header

@@ -12,7 +12,7 @@ from darelib.config import Rule
 from darelib.core.text import LOG, ConfigError, as_text, print_result
 from darelib.models.source import Source, download, is_on_hub
 from darelib.output.destination import check_apart
-from darelib.output.scratch import write_new_file
+from darelib.output.new_files import write_new_file
 from darelib.output.tokenizer import TOKENIZER_PATTERNS
 from darelib.requests.readers import YAML_SUFFIXES
 from darelib.requests.request import Request

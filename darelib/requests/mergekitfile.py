@@ -12,7 +12,7 @@ from typing import Any, Final
 from darelib.config import is_count
 from darelib.core.text import LOG, ConfigError, list_names, nearest
 from darelib.methods import MERGEKIT
-from darelib.methods.mergekit import COUNTED, FIRST, ONLY, OPTIONAL
+from darelib.methods.method import COUNTED, FIRST, ONLY, OPTIONAL
 from darelib.models.source import Source, is_inner_path
 from darelib.requests.yamlfile import load_yaml
 

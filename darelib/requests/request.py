@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from darelib.config import SETTINGS, Rule, check_setting, name_flag
-from darelib.core.text import ConfigError, list_names, nearest
-from darelib.core.tomlfile import read_toml
+from darelib.core.text import ConfigError, list_names, nearest, read_toml
 from darelib.models.source import Source
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import Final
 
 import numpy as np
 
+from darelib.core.arrays import Factors
 from darelib.core.formats import FORMATS, widen
 from darelib.core.interrupts import Interrupts
-from darelib.core.matrices import Factors
 from darelib.core.tuning import TUNING
 from darelib.kernels.lowrank import (
     Array,
@@ -32,10 +32,9 @@ from darelib.output.adapter import place_factors
 from darelib.output.prepare import FilePlan, Module
 from darelib.plan.plan import COPY, MERGE, SOLVE, Job
 from darelib.plan.tensorplan import TensorPlan
-from darelib.run.outcomes import Outcome
 from darelib.run.rounds import run_rounds
 from darelib.run.solving import Solver
-from darelib.run.worker import Worker, Write
+from darelib.run.worker import Outcome, Worker, Write
 
 # For each entry of a matrix that becomes a product, as measured; and where the rank is large.
 MATRIX_BYTES: Final = 6

@@ -25,8 +25,8 @@ from darelib.output.destination import Destination, explain_difference
 from darelib.output.prepare import FilePlan, plan_files
 from darelib.output.publish import Output
 from darelib.output.tokenizer import TokenizerChoice
-from darelib.run.outcomes import Outcome
 from darelib.run.threads import Order, check_shards, list_done, make_part, publish
+from darelib.run.worker import Outcome
 
 # What a process of the cluster has open: one merge, for all tasks that Ray gives it.
 OPENED: Final[dict[str, Any]] = {}

@@ -9,8 +9,7 @@ from darelib.core.interrupts import Interrupts
 from darelib.core.tuning import TUNING
 from darelib.kernels.records import Buffers
 from darelib.plan.plan import Job
-from darelib.run.outcomes import Outcome
-from darelib.run.worker import Abandoned, Worker, Write
+from darelib.run.worker import Abandoned, Outcome, Worker, Write
 
 
 def run_rounds(

@@ -14,9 +14,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from darelib.core.arrays import Factors
+from darelib.core.drops import TILE
 from darelib.core.formats import FORMATS
-from darelib.core.mask import TILE
-from darelib.core.matrices import Factors
 from darelib.core.tuning import TUNING
 from darelib.kernels.fallback import thin_chunk
 from darelib.kernels.matrix_engine import MatrixEngine, find_whole, merge_factors
@@ -26,8 +26,7 @@ from darelib.models.checkpoint import Checkpoint
 from darelib.models.encodings import TensorInfo
 from darelib.plan.plan import Job, MergePlan
 from darelib.plan.tensorplan import TensorPlan
-from darelib.run.outcomes import MatrixChange, Tally
-from darelib.run.worker import Worker, Write, find_peaks
+from darelib.run.worker import MatrixChange, Tally, Worker, Write, find_peaks
 
 Moved = tuple[dict[int, Tally], list[Any]]
 # Copies that are held at a time while a matrix is solved, as measured: of itself, besides the

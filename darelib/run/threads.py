@@ -13,10 +13,9 @@ from darelib.models.inputs import check_unchanged
 from darelib.output.prepare import FilePlan
 from darelib.output.publish import Output, OutputPart, explain_write_errors, share_folder
 from darelib.plan.plan import Job, MergePlan
-from darelib.run.outcomes import Outcome, check_related
 from darelib.run.products import open_worker, settle_ranks
 from darelib.run.rounds import run_rounds
-from darelib.run.worker import Worker
+from darelib.run.worker import Outcome, Worker, check_related
 
 
 @dataclass(frozen=True)

@@ -13,22 +13,19 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from darelib.commands.analyze.matrices import measure_energy, measure_spaces
-from darelib.core.drops import L1, RANDOM
+from darelib.commands.analyze.overlaps import measure_energy, measure_spaces
+from darelib.core.drops import L1, RANDOM, TILE
 from darelib.core.formats import FORMATS
 from darelib.core.interrupts import Interrupts
-from darelib.core.mask import TILE
 from darelib.core.text import DareError, progress
 from darelib.kernels.records import BINS, FIRST_BIN, LANES
-from darelib.methods.coefficients import Found
+from darelib.methods.coefficients import Found, TensorSettings
 from darelib.methods.looks import Look
-from darelib.methods.settings import TensorSettings
 from darelib.models.checkpoint import Checkpoint, module_of
 from darelib.plan.plan import LOOK, MergePlan
 from darelib.plan.tensorplan import TensorPlan
-from darelib.run.outcomes import sum_fields
 from darelib.run.rounds import run_rounds
-from darelib.run.worker import Worker
+from darelib.run.worker import Worker, sum_fields
 
 # What tensors do, by their names: the first pattern that is found in one.
 KINDS: Final = {

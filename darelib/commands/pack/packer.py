@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 from darelib import __version__
 from darelib.commands.report import Report
 from darelib.config import DareConfig, Rule
-from darelib.core.drops import is_random
+from darelib.core.drops import MASK_NAME, TILE, is_random, mask_key
 from darelib.core.formats import FORMATS, widen
 from darelib.core.interrupts import Interrupts
-from darelib.core.mask import MASK_NAME, TILE, mask_key
 from darelib.core.text import ConfigError, DareError, count_of, human, printable
 from darelib.core.tuning import TUNING
 from darelib.kernels import KernelSpec
@@ -58,11 +57,10 @@ from darelib.plan.matching import find_kept
 from darelib.plan.plan import COPY, LOOK, MERGE, Job
 from darelib.plan.tensorplan import PlannedFile, TensorPlan, assign_offsets
 from darelib.requests.request import Request
-from darelib.run.outcomes import Outcome
 from darelib.run.reading import BROKEN_HINT
 from darelib.run.rounds import run_rounds
 from darelib.run.threads import Order, publish, run_merge
-from darelib.run.worker import Worker, Write
+from darelib.run.worker import Outcome, Worker, Write
 
 SETTINGS: Final = (
     "drop_rate",

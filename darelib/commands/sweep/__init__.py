@@ -28,7 +28,7 @@ from darelib.core.interrupts import Terminated
 from darelib.core.text import LOG, ConfigError, printable
 
 if TYPE_CHECKING:
-    from darelib.commands.sweep.report import SweepReport
+    from darelib.commands.sweep.results import SweepReport
     from darelib.requests.request import Request
 
 MARK: Final = "# Found by a sweep"
@@ -91,7 +91,7 @@ SEARCH_OPTIONS: Final = ("trials", "search", "study", "timeout")
 
 def run(flags: Flags, merger_class: MergerClass) -> None:
     from darelib.commands.analyze.analysis import check_places
-    from darelib.commands.sweep.report import SweepReport, plot_sweep
+    from darelib.commands.sweep.results import SweepReport, plot_sweep
     from darelib.requests.configfile import pin_models
     from darelib.requests.request import parse_axes
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from darelib.commands.options import Merger
 from darelib.commands.sweep.evaluation import Evaluate, ShellCommand, find_evaluation
-from darelib.commands.sweep.report import SweepReport
+from darelib.commands.sweep.results import SweepReport
 from darelib.commands.sweep.search import Options, Score, Search
 from darelib.commands.sweep.space import Space
 from darelib.config import DareConfig
@@ -18,7 +18,7 @@ from darelib.core.text import ConfigError, DareError, install_hint, printable, s
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.inputs import check_unchanged
 from darelib.models.source import download
-from darelib.output.scratch import make_scratch
+from darelib.output.new_files import make_scratch
 from darelib.requests.configfile import pin_tokenizer
 from darelib.run import load_in_memory
 

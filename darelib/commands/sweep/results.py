@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from darelib.commands.analyze.pictures import load_figure, save_figure
+from darelib.commands.analyze.analysis import load_figure, save_figure
 from darelib.commands.report import Report
 from darelib.commands.sweep.evaluation import Objective
 from darelib.config import DareConfig

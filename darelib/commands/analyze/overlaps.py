@@ -14,9 +14,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from darelib.core.arrays import Matrices, find_matrices
 from darelib.core.formats import FORMATS, widen
 from darelib.core.interrupts import Interrupts
-from darelib.core.matrices import Matrices, find_matrices
 from darelib.kernels.lowrank import MORE_COLUMNS, SEED, orthonormalise, reduce_product
 from darelib.models.encodings import Input, TensorInfo
 from darelib.plan.plan import MergePlan

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 import dare
 from dare import DareConfig, DareError, DareMerger
 from darelib.config import SETTINGS
-from darelib.core.drops import keep_rate, keep_threshold, mask_key
+from darelib.core.mask import keep_rate, keep_threshold, mask_key
 from darelib.core.tuning import TUNING
 from darelib.kernels import plain
 from darelib.requests.readers import TABLES

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 import dare
 from dare import DareConfig, DareMerger
 from darelib.config import Chooser
-from darelib.core.drops import keep_threshold, mask_key
+from darelib.core.mask import keep_threshold, mask_key
 from darelib.core.tuning import TUNING
 from darelib.kernels import plain
 

@@ -74,7 +74,7 @@ def test_documents_are_merged_in_the_order_of_their_references(
 def test_nothing_is_left_behind(folder: Path, stop: type[BaseException], status: int) -> None:
     write(FIRST, SECOND, LAST)
     before = set(os.listdir())
-    with mock.patch("darelib.commands.documents.merge_to_end", side_effect=stop) as merge:
+    with mock.patch("darelib.commands.merge.merge_to_end", side_effect=stop) as merge:
         run("all.yaml", "out", *QUIET, status=status)
     models = merge.call_args.args[0].models
     assert models[0].path.parts[-3].startswith(".out.documents-")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from dare import DareConfig, DareError, dare_merge
-from darelib.core.drops import mask_key
+from darelib.core.mask import mask_key
 from darelib.kernels.plain import draw_bits
 from tests.support import (
     BF16,

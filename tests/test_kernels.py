@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from dare import ConfigError, DareConfig, DareError, dare_drop, dare_merge, dare_sparsify
-from darelib.core.drops import keep_rate, mask_key
 from darelib.core.interrupts import Interrupts
+from darelib.core.mask import keep_rate, mask_key
 from darelib.kernels import KernelSpec, plain
 from darelib.kernels.engines import load_kernels
 from darelib.kernels.records import Buffers

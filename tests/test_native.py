@@ -298,7 +298,7 @@ def test_kernels_depend_on_all_that_is_compiled_in_and_on_nothing_else(tmp_path:
 
     before = ask(say)
     for name, right, wrong, is_needed in (
-        ("core/drops.py", "ROUNDS: Final = 7", "ROUNDS: Final = 8", True),
+        ("core/mask.py", "ROUNDS: Final = 7", "ROUNDS: Final = 8", True),
         ("kernels/records.py", "TILE + 80", "TILE + 96", True),
         ("kernels/cpu_looks.py", "SHORT: Final = 16", "SHORT: Final = 8", True),
         ("methods/sce.py", "LEAST_SHARE: Final = 1e-6", "LEAST_SHARE: Final = 1e-7", False),

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import dare
 from dare import DareConfig, DareError, DareMerger
-from darelib.core.drops import keep_rate
+from darelib.core.mask import keep_rate
 from darelib.core.text import human
 from darelib.run.worker import Worker
 from tests.support import (

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from darelib.commands.options import (
@@ -17,16 +18,19 @@ from darelib.commands.options import (
     Options,
     make_merger,
     merge_to_end,
+    merger_for,
     show,
 )
 from darelib.commands.report import Report
-from darelib.config import Group
+from darelib.config import SETTINGS, Decides, Group, name_flag
 from darelib.core.text import LOG, ConfigError
-from darelib.requests.request import SeveralDocuments
+from darelib.models.source import Source, is_on_hub
+from darelib.requests.request import SeveralDocuments, layer_flags
 from darelib.run import check_runner
 
 if TYPE_CHECKING:
     from darelib.commands.summary import MergeReport
+    from darelib.requests.mergekitfile import MergekitFile
 
 
 def parse_part(text: str) -> tuple[int, ...] | str:
@@ -71,6 +75,16 @@ OPTIONS: Final[Options] = {
 }
 
 
+# What goes with a file of several documents: flags that mean the same to every merge, or are about
+# the output; the others are one merge's.
+FITTING: Final = frozenset(
+    {
+        *("config", "lenient", "output", "force", "json", "seed", "any_base", "mismatch"),
+        *(name for name, row in SETTINGS.items() if row.decides is not Decides.TENSORS),
+    }
+)
+
+
 def run(
     flags: Flags,
     merger_class: MergerClass,
@@ -82,8 +96,6 @@ def run(
     try:
         merger, request = make_merger(flags, merger_class)
     except SeveralDocuments as several:
-        from darelib.commands.documents import merge_documents
-
         merge_documents(several.files, flags, merger_class)
         return
     if "write_config" in flags:
@@ -104,3 +116,46 @@ def run(
     hint = CONTINUES if continues else "with --resume, a merge can go on"
     report = merge_to_end(merger, request.output, hint, **how, **runner)
     show(describe(report) if describe else report, flags, merger.config.verbose)
+
+
+def merge_documents(files: Sequence[MergekitFile], flags: Flags, merger_class: MergerClass) -> None:
+    """Several merges in one file: each is made in a folder beside the output, the last is it."""
+    from darelib.output.new_files import open_scratch
+    from darelib.requests.configfile import check_new_file
+    from darelib.requests.mergekit import make_request
+
+    unfit = next((name for name in flags if name not in FITTING), None)
+    if unfit:
+        raise ConfigError(
+            f"{name_flag(unfit)} means nothing to a file of several documents",
+            "give the document that it is for a file of its own",
+        )
+    check_models(files)
+    if "output" not in flags:
+        raise ConfigError("there is no output", "give --output PATH")
+    output = Source.of(flags["output"]).path
+    check_new_file(output, "merged model", "force" in flags)
+    places: dict[str, Path] = {}
+    with open_scratch(output.with_name(f".{output.name[:50]}.documents-")) as folder:
+        for k, file in enumerate(files, 1):
+            file.places = places
+            merger = merger_for(layer_flags(make_request(file), flags), merger_class)
+            if k < len(files):
+                LOG.info(f"merging {file.name!r}, {k} of {len(files)}")
+                places[file.name] = folder / "models" / file.name
+                merger.merge(places[file.name])
+        report = merge_to_end(merger, output, "the next run begins anew", force="force" in flags)
+    show(report, flags, merger.config.verbose)
+
+
+def check_models(files: Sequence[MergekitFile]) -> None:
+    """Refuse models that are not there, before the first document takes its time."""
+    from darelib.models.inputs import explain_path
+
+    made = {file.name for file in files}
+    models = {model for file in files for part in file.parts for model in part.columns}
+    names = {name for model in models for name in (model.path, model.lora)}
+    for source in map(Source.of, sorted(names - {"", *made})):
+        if not is_on_hub(source):
+            with explain_path(source):
+                pass

@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Final, Self
 
 from darelib.commands.report import Part, Report, Table
 from darelib.config import as_toml
-from darelib.core.drops import DROPS, EXPECTATION, MASK_BITS, RANDOM
+from darelib.core.drops import DROPS, EXPECTATION, RANDOM
+from darelib.core.mask import MASK_BITS
 from darelib.core.text import LISTED, count_of, human, printable, shorten_names
 from darelib.core.tuning import TUNING
 from darelib.output.prepare import FilePlan

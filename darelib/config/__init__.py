@@ -56,8 +56,8 @@ from darelib.core.arrays import find_matrices
 from darelib.core.drops import DROP_SETTINGS, DROPS, EXPECTATION, L1, NONE, RANDOM, Drop, Thinning
 from darelib.core.formats import DTYPES, SHORT_DTYPES
 from darelib.core.text import ConfigError, count_of
-from darelib.methods import DEFAULT, METHOD_NUMBERS, METHOD_SETTINGS, METHODS, choose_method
-from darelib.methods.coefficients import ZERO, TensorSettings
+from darelib.methods import DEFAULT, METHOD_SETTINGS, METHODS, choose_method
+from darelib.methods.looks import ZERO, TensorSettings
 from darelib.methods.method import Method, sum_weights
 
 __all__ = [
@@ -69,6 +69,7 @@ __all__ = [
     "TENSOR_SETTINGS",
     "Chooser",
     "DareConfig",
+    "Decides",
     "Gradient",
     "Group",
     "Row",
@@ -347,7 +348,7 @@ class DareConfig(Settings):
         "warn about larger deltas",
         Group.RUN,
         default=0.002,
-        decides=Decides.NOTHING,
+        decides=Decides.WARNINGS,
     )
     threads: int | None = setting(
         whole("from 1 up", 1),
@@ -489,7 +490,7 @@ class DareConfig(Settings):
         """
         decisive = {Decides.TENSORS, Decides.FILES} if directory else {Decides.TENSORS}
         values: dict[str, Any] = {"drop_rate": METHODS[self.method].drop_rate}
-        values |= {name: find_default(name, self._methods) for name in METHOD_NUMBERS}
+        values |= {name: find_default(name, self._methods) for name in METHOD_SETTINGS}
         for drop in self._drops:
             values |= {name: getattr(Thinning, name) for name in DROPS[drop].settings}
         values |= list_given(self, SETTINGS)

@@ -32,7 +32,7 @@ from darelib.config.values import (
 from darelib.core.drops import DROPS, RESCALES
 from darelib.core.text import ConfigError, as_text, nearest
 from darelib.methods import METHODS
-from darelib.methods.coefficients import BASE, ZERO
+from darelib.methods.looks import BASE, ZERO
 
 # Of changes that are no product of matrices, where an adapter is written.
 SAVE: Final = "save"
@@ -55,11 +55,12 @@ class Group(StrEnum):
 
 
 class Decides(StrEnum):
-    """What of an output depends on a setting: recipes leave out only what decides nothing."""
+    """What depends on a setting: recipes have only those that an output depends on."""
 
     TENSORS = "tensors"
     FILES = "files"  # into which a directory's tensors are divided
-    NOTHING = "nothing"
+    WARNINGS = "warnings"
+    NOTHING = "nothing"  # but how one run goes on one machine
 
 
 @dataclass(frozen=True)

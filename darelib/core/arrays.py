@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from darelib.core.drops import TILE
+from darelib.core.mask import TILE
 
 Array = Any  # of one dimension, but for matrices
 

@@ -6,7 +6,7 @@ from typing import Any, Final
 import llvmlite.binding as llvm
 import numpy as np
 
-from darelib.core.drops import TILE
+from darelib.core.mask import TILE
 from darelib.kernels import EngineUnavailable, KernelSpec, cpu_looks
 from darelib.kernels.cpu_parts import (
     RAW,

@@ -4,8 +4,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from darelib.core.drops import KEEP_ALL, TILE
 from darelib.core.formats import DIGIT_BITS
+from darelib.core.mask import KEEP_ALL, TILE
 from darelib.kernels import KernelSpec
 from darelib.kernels.cpu_parts import (
     Types,

@@ -20,8 +20,8 @@ from typing import Any, Final
 import numpy as np
 from llvmlite import ir
 
-from darelib.core.drops import KEEP_ALL, MASK_BITS, ROUNDS, TILE
 from darelib.core.formats import FORMATS
+from darelib.core.mask import KEEP_ALL, MASK_BITS, ROUNDS, TILE
 from darelib.kernels import KernelSpec
 from darelib.kernels.records import (
     BASE_ROW,

@@ -8,13 +8,13 @@ from typing import Any, Final
 import numpy as np
 
 from darelib.core.arrays import Array, add_up, fold_tiles
-from darelib.core.drops import KEEP_ALL, TILE, Bounds
+from darelib.core.drops import Bounds
 from darelib.core.formats import DIGIT_BITS, FORMATS
+from darelib.core.mask import KEEP_ALL, TILE
 from darelib.kernels import Kernel, KernelSpec, plain
 from darelib.kernels.records import BINS, FIRST_BIN, LANES, Buffers
 from darelib.methods import OPERATIONS
-from darelib.methods.coefficients import Coefficients, Piece
-from darelib.methods.looks import PREFIXES, Look, ScoreLook
+from darelib.methods.looks import PREFIXES, Coefficients, Look, Piece, ScoreLook
 
 
 def load_kernels(specs: Collection[KernelSpec]) -> dict[KernelSpec, Kernel]:

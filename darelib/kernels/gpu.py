@@ -16,8 +16,8 @@ import torch
 import triton.language as tl
 from numpy.typing import NDArray
 
-from darelib.core.drops import TILE, mask_key
 from darelib.core.formats import DTYPES, FORMATS
+from darelib.core.mask import TILE, mask_key
 from darelib.kernels.gpu_kernels import (
     BINS,
     COPIES,
@@ -30,8 +30,14 @@ from darelib.kernels.gpu_kernels import (
     products_kernel,
 )
 from darelib.methods import METHODS, choose_looks, returns_model
-from darelib.methods.coefficients import Coefficients, Found, TensorSettings, weigh_for_look
-from darelib.methods.looks import ArcLook, TrimLook
+from darelib.methods.looks import (
+    ArcLook,
+    Coefficients,
+    Found,
+    TensorSettings,
+    TrimLook,
+    weigh_for_look,
+)
 
 Array = NDArray[Any]
 Tensor = torch.Tensor

@@ -12,7 +12,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from darelib.core.drops import ROUNDS, TILE
+from darelib.core.mask import ROUNDS, TILE
 
 constexpr: Any = tl.constexpr
 

@@ -13,7 +13,7 @@ from darelib.core.arrays import Array, Factors, library
 from darelib.core.formats import DTYPES
 from darelib.core.text import LOG
 from darelib.methods import METHODS
-from darelib.methods.coefficients import TensorSettings
+from darelib.methods.looks import TensorSettings
 from darelib.methods.method import WholeMerge
 
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from darelib.core.drops import TILE
+from darelib.core.mask import TILE
 from darelib.kernels import EngineUnavailable, Kernel, KernelSpec
 from darelib.kernels.records import EXPANSION, MODEL, RANKING, UNPACKING
 

@@ -13,18 +13,24 @@ from typing import Final
 import numpy as np
 
 from darelib.core.arrays import Array, Matrices, add_up, find_matrices, library
-from darelib.core.drops import MASK_BITS, ROUNDS, TILE, Bounds, End, Thinning, mask_key
+from darelib.core.drops import Bounds, End, Thinning
 from darelib.core.formats import FORMATS, widen
+from darelib.core.mask import MASK_BITS, ROUNDS, TILE, mask_key
 from darelib.methods import METHODS, OPERATIONS, choose_looks, returns_model
-from darelib.methods.coefficients import (
+from darelib.methods.looks import (
     ZERO,
+    BoundsLook,
+    ChunkLook,
     Coefficients,
     Found,
+    GramLook,
+    Look,
     Piece,
+    ScoreLook,
     TensorSettings,
+    fold_columns,
     weigh_for_look,
 )
-from darelib.methods.looks import BoundsLook, ChunkLook, GramLook, Look, ScoreLook, fold_columns
 
 # A model's delta, which entries a drop keeps, and what each is divided by.
 Kept = tuple[Array, Array, Array | None]

@@ -15,8 +15,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from darelib.core.drops import KEEP_ALL, TILE
 from darelib.core.formats import DIGIT_BITS, FORMATS, NO_PREFIX
+from darelib.core.mask import KEEP_ALL, TILE
 from darelib.kernels import EngineUnavailable, Kernel, KernelSpec, cpu, fallback, plain
 from darelib.kernels.objects import code_of, load_object, store
 from darelib.kernels.records import MERGES, SORT_COUNTERS, WIDEST, Buffers

@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from darelib.core.drops import TILE
+from darelib.core.mask import TILE
 
 # Compiled kernels that merge: the only ones that write values of the output's type.
 MERGES: Final = ("sum", "elect", "average")

@@ -7,13 +7,13 @@ from typing import Final
 import torch
 
 from darelib.core.arrays import Matrices
-from darelib.core.drops import TILE
+from darelib.core.mask import TILE
 from darelib.core.text import DareError
 from darelib.core.tuning import TUNING
 from darelib.kernels import plain
 from darelib.kernels.matrix_engine import merge_matrices
 from darelib.methods import METHODS, returns_model
-from darelib.methods.coefficients import Found, TensorSettings
+from darelib.methods.looks import Found, TensorSettings
 
 Tensor = torch.Tensor
 # The mask's bits, by key, first tile and tiles.

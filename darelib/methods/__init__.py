@@ -6,10 +6,9 @@ from typing import Final
 
 from darelib.core.drops import Thinning
 from darelib.methods.arcs import KARCHER, MULTISLERP, NUSLERP, SLERP
-from darelib.methods.coefficients import TensorSettings
 from darelib.methods.fusion import FUSION
 from darelib.methods.linear import LINEAR
-from darelib.methods.looks import BoundsLook, Look, SumsLook
+from darelib.methods.looks import BoundsLook, Look, SumsLook, TensorSettings
 from darelib.methods.method import Method, average_weights
 from darelib.methods.nearswap import NEARSWAP
 from darelib.methods.passthrough import PASSTHROUGH
@@ -40,17 +39,9 @@ METHODS: Final[dict[str, Method]] = {
 }
 DEFAULT: Final = LINEAR.name
 RECOMMENDED: Final = WUDI.name  # by the experiment in docs/evidence.md
-# The settings that mean something to some methods only, and those of them that are just numbers.
+# The settings that mean something to some methods only.
 METHOD_SETTINGS: Final = tuple(
     dict.fromkeys(name for method in METHODS.values() for name in method.settings)
-)
-METHOD_NUMBERS: Final = tuple(
-    dict.fromkeys(
-        name
-        for method in METHODS.values()
-        for name, default in method.settings.items()
-        if default is not None
-    )
 )
 OPERATIONS: Final = {method.operation.name: method.operation for method in METHODS.values()}
 # By mergekit's name: ours, and what it is made of.

@@ -10,14 +10,15 @@ from functools import lru_cache
 from itertools import combinations
 from typing import Final
 
-from darelib.methods.coefficients import (
+from darelib.methods.looks import (
     ZERO,
+    ArcLook,
     Coefficients,
     Found,
+    GramLook,
     TensorSettings,
     weigh_from_origin,
 )
-from darelib.methods.looks import ArcLook, GramLook
 from darelib.methods.method import (
     COUNTED,
     FIRST,

@@ -10,8 +10,7 @@ from typing import Final
 
 from darelib.core.arrays import Array, divide, library
 from darelib.core.drops import End
-from darelib.methods.coefficients import Coefficients, Piece
-from darelib.methods.looks import RowLook, ScoreLook
+from darelib.methods.looks import Coefficients, Piece, RowLook, ScoreLook
 from darelib.methods.method import Family, Method, Operation, add_rows
 
 SOFTMAX_EPSILON: Final = 1e-8  # mergekit adds it to every share

@@ -3,7 +3,7 @@
 from typing import Final
 
 from darelib.core.drops import BREADCRUMBS, DELLA, RANDOM
-from darelib.methods.coefficients import ZERO, weigh_from_origin
+from darelib.methods.looks import ZERO, weigh_from_origin
 from darelib.methods.method import (
     COUNTED,
     DARE_RATE,

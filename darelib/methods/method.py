@@ -12,17 +12,17 @@ from typing import Any, Final
 
 from darelib.core.arrays import Array, Factors, Matrices
 from darelib.core.drops import DROPS
-from darelib.methods.coefficients import (
+from darelib.methods.looks import (
     BASE,
     ZERO,
     Coefficients,
     Found,
+    Look,
     Options,
     Piece,
     TensorSettings,
     weigh,
 )
-from darelib.methods.looks import Look
 
 # The base's part in a method. NEEDED: deltas are taken from it. OPTIONAL: they are, if it is given.
 # COUNTED: it is one of the models. FIRST: it is the first of two. ONLY: it is the only one.

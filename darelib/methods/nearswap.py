@@ -3,7 +3,7 @@
 from typing import Final
 
 from darelib.core.arrays import Array, library
-from darelib.methods.coefficients import Coefficients, Piece, weigh
+from darelib.methods.looks import Coefficients, Piece, weigh
 from darelib.methods.method import Family, Method, Operation, add_rows
 
 LEAST_DELTA: Final = 1e-6  # no smaller one is divided by

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from darelib.methods.coefficients import weigh
+from darelib.methods.looks import weigh
 from darelib.methods.method import ONLY, SUM, Family, Method
 
 PASSTHROUGH: Final = Method(

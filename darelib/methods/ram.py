@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Final
 
 from darelib.core.arrays import Array, divide, library
-from darelib.methods.coefficients import Coefficients, Found, Piece, TensorSettings, weigh
-from darelib.methods.looks import SumLook
+from darelib.methods.looks import Coefficients, Found, Piece, SumLook, TensorSettings, weigh
 from darelib.methods.method import Family, Method, Operation, keep_shares
 
 LEAST_CHANGE: Final = 1e-5  # a smaller |delta| counts as none

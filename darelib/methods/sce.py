@@ -7,8 +7,15 @@ from typing import Final
 
 from darelib.core.arrays import Array, add_up, library
 from darelib.core.drops import End
-from darelib.methods.coefficients import Coefficients, Found, Piece, TensorSettings, weigh_for_look
-from darelib.methods.looks import ScoreLook, SumLook
+from darelib.methods.looks import (
+    Coefficients,
+    Found,
+    Piece,
+    ScoreLook,
+    SumLook,
+    TensorSettings,
+    weigh_for_look,
+)
 from darelib.methods.method import Family, Method, Operation, Settings, add_rows
 
 LEAST_SHARE: Final = 1e-6  # what weights are divided by is not smaller

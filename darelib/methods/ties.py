@@ -6,8 +6,7 @@ from typing import Final
 
 from darelib.core.arrays import Array, divide, library
 from darelib.core.drops import BREADCRUMBS, DELLA, MAGNITUDE, RANDOM
-from darelib.methods.coefficients import Coefficients, Found, Piece, TensorSettings, weigh
-from darelib.methods.looks import TrimLook
+from darelib.methods.looks import Coefficients, Found, Piece, TensorSettings, TrimLook, weigh
 from darelib.methods.method import (
     DARE_RATE,
     Method,

@@ -24,8 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from darelib.core.arrays import LONGEST_SIDE, Array, Factors, Matrices, find_span, library
-from darelib.methods.coefficients import Options
-from darelib.methods.looks import MatrixLook
+from darelib.methods.looks import MatrixLook, Options
 from darelib.methods.method import SUM, Method, WholeMerge
 
 # In float32, what lies where no change is comes out too large, by about this times the unit

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from darelib.config import DareConfig, is_count
-from darelib.core.drops import TILE
 from darelib.core.formats import FORMATS, widen
+from darelib.core.mask import TILE
 from darelib.core.text import ConfigError, DareError, clip
 from darelib.kernels import float8, plain
 from darelib.methods import METHODS

@@ -15,8 +15,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from darelib.config import is_count
-from darelib.core.drops import MASK_NAME, TILE, keep_threshold, mask_key
 from darelib.core.formats import FORMATS
+from darelib.core.mask import MASK_NAME, TILE, keep_threshold, mask_key
 from darelib.core.text import DareError
 from darelib.kernels import Kernel, KernelSpec, fallback
 from darelib.kernels.plain import decode, draw_mask

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from darelib.config import DareConfig
-from darelib.core.drops import DROPS, MASK_NAME, RANDOM
+from darelib.core.drops import DROPS, RANDOM
+from darelib.core.mask import MASK_NAME
 from darelib.core.text import MAX_TOML, ConfigError, DareError, as_text, count_of, printable
 from darelib.methods import METHODS
-from darelib.methods.coefficients import TensorSettings
+from darelib.methods.looks import TensorSettings
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.directories import CONFIG_FILE, find_parts
 from darelib.models.source import RECIPE_FILE, Source, last_parts, recorded_name

@@ -20,8 +20,15 @@ from darelib.models.checkpoint import (
 from darelib.models.directories import MERGED_COMPONENTS
 from darelib.models.encodings import Described, TensorInfo
 from darelib.models.fp8 import UNREAD_HINTS
-from darelib.plan.matching import COPIED, Match, Table, choose_components, find_buffer, is_quantised
-from darelib.plan.tensorplan import TensorPlan
+from darelib.plan.tensorplan import (
+    COPIED,
+    Match,
+    Table,
+    TensorPlan,
+    choose_components,
+    find_buffer,
+    is_quantised,
+)
 
 # A longer row would take more memory than all else.
 MAX_RANKED: Final = 1 << 20

@@ -15,8 +15,7 @@ from darelib.kernels import KernelSpec
 from darelib.methods.looks import Look
 from darelib.models.encodings import Described
 from darelib.plan.checks import check_table
-from darelib.plan.matching import Matcher
-from darelib.plan.tensorplan import PlannedFile, TensorPlan
+from darelib.plan.tensorplan import Matcher, PlannedFile, TensorPlan
 from darelib.plan.warnings import list_warnings
 
 # The kinds of jobs: look at a range before the merge, solve a whole matrix, merge a range, copy it.

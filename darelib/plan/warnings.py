@@ -13,8 +13,7 @@ from darelib.core.text import LISTED, count_of, list_names
 from darelib.methods import DEFAULT
 from darelib.models.checkpoint import compare_configs
 from darelib.models.encodings import Described
-from darelib.plan.matching import AVERAGED, COPIED, Table
-from darelib.plan.tensorplan import TensorPlan
+from darelib.plan.tensorplan import AVERAGED, COPIED, Table, TensorPlan
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -33,7 +33,7 @@ from darelib.core.drops import L1, NONE, complement
 from darelib.core.formats import DTYPES
 from darelib.core.text import LOG, nearest
 from darelib.methods import METHODS
-from darelib.methods.coefficients import ZERO
+from darelib.methods.looks import ZERO
 from darelib.models.composed import BEFORE_LAYERS, put_layer
 from darelib.models.directories import INDEX_FILE, WEIGHTS_FILE
 from darelib.models.inputs import open_models

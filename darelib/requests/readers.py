@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from darelib.config import RULE_SETTINGS, SETTINGS, SWEEP_SETTINGS, Rule, check_setting, naming
-from darelib.core.drops import MASK_NAME
+from darelib.core.mask import MASK_NAME
 from darelib.core.text import MAX_TOML, TOO_LONG, ConfigError, DareError, read_toml
 from darelib.models.source import RECIPE_FILE, Source, is_template, list_recorded_parts
 from darelib.requests.request import Request, explain_key

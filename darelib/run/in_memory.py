@@ -13,18 +13,17 @@ import torch
 from numpy.typing import NDArray
 
 from darelib.config import DareConfig
-from darelib.core.drops import mask_key
 from darelib.core.formats import DTYPES
+from darelib.core.mask import mask_key
 from darelib.core.text import LOG, ConfigError, DareError
 from darelib.kernels.plain import draw_bits
 from darelib.kernels.torch_tensors import Draw, Solutions, TensorMerge, explain_broken
 from darelib.methods import DEFAULT, METHODS
-from darelib.methods.coefficients import TensorSettings
+from darelib.methods.looks import TensorSettings
 from darelib.models.statedicts import STATE_DICT_HINT, StateDict, check_state_dict
 from darelib.plan.checks import check_sample
-from darelib.plan.matching import find_buffer
 from darelib.plan.plan import MergePlan, plan_merge
-from darelib.plan.tensorplan import TensorPlan
+from darelib.plan.tensorplan import TensorPlan, find_buffer
 from darelib.run.worker import explain_copied, explain_quantised
 
 Tensor = torch.Tensor

@@ -25,7 +25,7 @@ from darelib.kernels.matrix_engine import merge_spaces
 from darelib.kernels.plain import encode
 from darelib.kernels.records import Buffers
 from darelib.methods import METHODS
-from darelib.methods.coefficients import Found
+from darelib.methods.looks import Found
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.encodings import TensorInfo
 from darelib.output.adapter import place_factors

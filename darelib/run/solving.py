@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from darelib.core.arrays import Factors
-from darelib.core.drops import TILE
 from darelib.core.formats import FORMATS
+from darelib.core.mask import TILE
 from darelib.core.tuning import TUNING
 from darelib.kernels.fallback import thin_chunk
 from darelib.kernels.matrix_engine import MatrixEngine, find_whole, merge_factors
 from darelib.kernels.records import Buffers
-from darelib.methods.coefficients import Found, weigh_for_look
+from darelib.methods.looks import Found, weigh_for_look
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.encodings import TensorInfo
 from darelib.plan.plan import Job, MergePlan

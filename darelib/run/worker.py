@@ -13,17 +13,16 @@ from typing import Any, Final, NamedTuple, Self, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from darelib.core.drops import KEEP_ALL, MASK_BITS, TILE, mask_key
 from darelib.core.formats import FORMATS
 from darelib.core.interrupts import Interrupts
+from darelib.core.mask import KEEP_ALL, MASK_BITS, TILE, mask_key
 from darelib.core.text import DareError, list_names
 from darelib.kernels import KernelSpec
 from darelib.kernels.engines import load_kernels
 from darelib.kernels.fallback import examine, examine_rows
 from darelib.kernels.records import Buffers
 from darelib.methods import METHODS, returns_model
-from darelib.methods.coefficients import Coefficients, Found, weigh_for_look
-from darelib.methods.looks import Look
+from darelib.methods.looks import Coefficients, Found, Look, weigh_for_look
 from darelib.models.checkpoint import QUANTISE_HINT, Checkpoint
 from darelib.models.encodings import Described, Target, TensorInfo
 from darelib.models.fp8 import UNREAD_HINTS

@@ -9,8 +9,7 @@ from glob import escape
 from typing import Any, Final, NamedTuple, Self
 
 from darelib.commands.analyze.measure import DeltaStats, ModelAnalysis, PairAnalysis, kind_of
-from darelib.config import SETTINGS, DareConfig, Gradient, Rule, as_toml
-from darelib.core.drops import DROP_SETTINGS
+from darelib.config import SETTINGS, DareConfig, Decides, Gradient, Group, Rule, as_toml
 from darelib.core.text import clip
 from darelib.core.tuning import TUNING
 from darelib.methods import DEFAULT, METHOD_SETTINGS, METHODS, RECOMMENDED
@@ -51,10 +50,9 @@ DROP_NOTHING: Final = (
 )
 # What a suggestion has of its own, and what is about one machine.
 REPLACED: Final = frozenset(
-    {
-        *("method", "drop_rate", "drop", *DROP_SETTINGS, "rescale", "rescale_q"),
-        *("threads", "engine", "verbose"),
-    }
+    name
+    for name, row in SETTINGS.items()
+    if name in ("method", "drop_rate") or row.group is Group.DROP or row.decides is Decides.NOTHING
 )
 
 

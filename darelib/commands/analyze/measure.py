@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from darelib.commands.analyze.overlaps import measure_energy, measure_spaces
-from darelib.core.drops import L1, RANDOM, TILE
+from darelib.core.drops import L1, RANDOM
 from darelib.core.formats import FORMATS
 from darelib.core.interrupts import Interrupts
+from darelib.core.mask import TILE
 from darelib.core.text import DareError, progress
 from darelib.kernels.records import BINS, FIRST_BIN, LANES
-from darelib.methods.coefficients import Found, TensorSettings
-from darelib.methods.looks import Look
+from darelib.methods.looks import Found, Look, TensorSettings
 from darelib.models.checkpoint import Checkpoint, module_of
 from darelib.plan.plan import LOOK, MergePlan
 from darelib.plan.tensorplan import TensorPlan

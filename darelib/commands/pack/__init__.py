@@ -1,6 +1,6 @@
 """`dare.py pack`: its options; what it does is in packer."""
 
-from typing import Final
+from typing import Any, Final
 
 from darelib.commands.options import (
     FORCE,
@@ -11,7 +11,10 @@ from darelib.commands.options import (
     Options,
     show,
 )
+from darelib.config import DareConfig, Rule, name_flag
+from darelib.core.drops import is_random
 from darelib.core.text import LOG, ConfigError
+from darelib.methods.method import DARE_RATE
 from darelib.requests.readers import load_request
 from darelib.requests.request import Request, layer_flags
 
@@ -39,7 +42,7 @@ OPTIONS: Final[Options] = {
 
 
 def run(flags: Flags, _: MergerClass) -> None:
-    from darelib.commands.pack.packer import choose_settings, pack
+    from darelib.commands.pack.packer import pack
 
     request = layer_flags(load_request(flags["config"]) if "config" in flags else Request(), flags)
     if request.base is None or not request.merge or request.output is None:
@@ -62,3 +65,26 @@ def run(flags: Flags, _: MergerClass) -> None:
     for warning in report.warnings:
         LOG.warning(warning)
     show(report, flags, flags.get("verbose", True))
+
+
+def choose_settings(request: Request) -> DareConfig:
+    """The settings that decide which entries are kept. All others are ignored."""
+    drops = [request.dare.get("drop"), *(rule.drop for rule in request.rules)]
+    if others := [drop for drop in drops if drop and not is_random(drop)]:
+        raise ConfigError(
+            f"pack keeps entries at random, and this configuration has drop {others[0]}",
+            "set drop to random, or merge the model as it is: such a drop must see all of it",
+        )
+    used: dict[str, Any] = {
+        name: value
+        for name, value in request.dare.items()
+        if name_flag(name) in OPTIONS or name == "verbose"
+    }
+    rate = used.setdefault("drop_rate", DARE_RATE)
+    rules = (
+        Rule(rule.match, drop_rate=rate if rule.drop_rate is None else rule.drop_rate)
+        for rule in request.rules
+    )
+    config = DareConfig(**used, rules=tuple(rules))
+    config.check_models(1)
+    return config

@@ -13,15 +13,14 @@ from numpy.typing import NDArray
 
 from darelib import __version__
 from darelib.commands.report import Report
-from darelib.config import DareConfig, Rule
-from darelib.core.drops import MASK_NAME, TILE, is_random, mask_key
+from darelib.config import DareConfig
 from darelib.core.formats import FORMATS, widen
 from darelib.core.interrupts import Interrupts
-from darelib.core.text import ConfigError, DareError, count_of, human, printable
+from darelib.core.mask import MASK_NAME, TILE, mask_key
+from darelib.core.text import DareError, count_of, human, printable
 from darelib.core.tuning import TUNING
 from darelib.kernels import KernelSpec
 from darelib.kernels.records import Buffers
-from darelib.methods.method import DARE_RATE
 from darelib.models.checkpoint import Checkpoint, ties_embeddings
 from darelib.models.encodings import TensorInfo
 from darelib.models.inputs import explain_read_errors, open_models
@@ -53,25 +52,13 @@ from darelib.output.directory import (
 from darelib.output.prepare import FilePlan, check_place, plan_files
 from darelib.output.tokenizer import SideFiles, TokenizerChoice
 from darelib.plan.checks import check_sample
-from darelib.plan.matching import find_kept
 from darelib.plan.plan import COPY, LOOK, MERGE, Job
-from darelib.plan.tensorplan import PlannedFile, TensorPlan, assign_offsets
-from darelib.requests.request import Request
+from darelib.plan.tensorplan import PlannedFile, TensorPlan, assign_offsets, find_kept
 from darelib.run.reading import BROKEN_HINT
 from darelib.run.rounds import run_rounds
 from darelib.run.threads import Order, publish, run_merge
 from darelib.run.worker import Outcome, Worker, Write
 
-SETTINGS: Final = (
-    "drop_rate",
-    "seed",
-    "components",
-    "mismatch",
-    "any_base",
-    "threads",
-    "engine",
-    "verbose",
-)
 # The bits that are all set in infinities and NaNs.
 EXPONENTS: Final = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F80_0000, "F64": 0x7FF0_0000_0000_0000}
 
@@ -91,25 +78,6 @@ class PackReport(Report):
             f"{human(self.bytes_written)}, {self.bytes_written / max(self.bytes_before, 1):.1%} "
             f"of {human(self.bytes_before)}, in {self.seconds:.2f} s"
         )
-
-
-def choose_settings(request: Request) -> DareConfig:
-    """The settings that decide which entries are kept. All others are ignored."""
-    drops = [request.dare.get("drop"), *(rule.drop for rule in request.rules)]
-    if others := [drop for drop in drops if drop and not is_random(drop)]:
-        raise ConfigError(
-            f"pack keeps entries at random, and this configuration has drop {others[0]}",
-            "set drop to random, or merge the model as it is: such a drop must see all of it",
-        )
-    used: dict[str, Any] = {name: value for name, value in request.dare.items() if name in SETTINGS}
-    rate = used.setdefault("drop_rate", DARE_RATE)
-    rules = (
-        Rule(rule.match, drop_rate=rate if rule.drop_rate is None else rule.drop_rate)
-        for rule in request.rules
-    )
-    config = DareConfig(**used, rules=tuple(rules))
-    config.check_models(1)
-    return config
 
 
 def pack(

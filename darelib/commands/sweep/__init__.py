@@ -24,6 +24,7 @@ from darelib.commands.options import (
     merger_for,
     show,
 )
+from darelib.config import SETTINGS, Decides
 from darelib.core.interrupts import Terminated
 from darelib.core.text import LOG, ConfigError, printable
 
@@ -159,7 +160,9 @@ def write_winner(report: SweepReport, request: Request, path: Path) -> None:
 
     config = report.winner.config
     dare: dict[str, Any] = config.recipe_settings()
-    own = ("max_shard_size", "delta_threshold")
+    # Beside what tensors depend on, which the search has chosen.
+    others = (Decides.FILES, Decides.WARNINGS)
+    own = [name for name, row in SETTINGS.items() if row.decides in others]
     dare |= {name: request.dare[name] for name in own if name in request.dare}
     remarks = [f"{report.winner.name}, of the study {report.study}", *report.remarks]
     comments = "".join(f"# {printable(remark)}\n" for remark in remarks)

@@ -20,6 +20,7 @@ from darelib.config import (
     SWEEP_SETTINGS,
     DareConfig,
     Gradient,
+    Group,
     Rule,
     check_setting,
     freeze,
@@ -41,9 +42,6 @@ RANGE_KEYS: Final[dict[str, tuple[str, Callable[[object], bool]]]] = {
     **dict.fromkeys(("low", "high", "step"), ("a number", is_number)),
     "log": ("true or false", lambda value: isinstance(value, bool)),
 }
-# What may mean nothing beside other settings, and is then not set.
-CONDITIONAL: Final = ("keep_ratio", "rescale_q", *METHOD_SETTINGS, *DROP_SETTINGS)
-OF_DROPS: Final = ("drop", "rescale", "rescale_q", *DROP_SETTINGS)  # where nothing is dropped: none
 Settings = Mapping[str, Any]  # by name
 
 
@@ -266,7 +264,7 @@ class Space:
         drops = set(list_numbers(settings["drop"]))
         if name in METHOD_SETTINGS and name not in method.settings:
             return False
-        if name in OF_DROPS and not self._drops_any(settings):
+        if SETTINGS[name].group is Group.DROP and not self._drops_any(settings):
             return False
         if name == "drop":
             return method.any_drop
@@ -286,7 +284,8 @@ class Space:
         settings = self.fixed | dict(chosen)
         if not METHODS[settings["method"]].any_drop:
             settings["drop"] = RANDOM
-        unused = [name for name in CONDITIONAL if not self._matters(name, settings)]
+        optional = (name for name in SETTINGS if getattr(DareConfig, name) is None)
+        unused = [name for name in optional if not self._matters(name, settings)]
         settings |= dict.fromkeys(unused)
         kept = []
         for rule in self.config.typed_rules:

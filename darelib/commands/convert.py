@@ -13,7 +13,7 @@ from typing import Final
 
 from darelib.commands.options import Flags, MergerClass, Options, show
 from darelib.commands.report import Report
-from darelib.core.text import LOG, ConfigError, count_of, human, list_names, printable
+from darelib.core.text import LOG, count_of, human, list_names, printable
 from darelib.models.source import Source
 
 OPTIONS: Final[Options] = {
@@ -59,6 +59,7 @@ def run(flags: Flags, merger_class: MergerClass) -> None:
         is_adapter,
         is_diffusion,
     )
+    from darelib.requests.configfile import check_new_file
 
     started = time.perf_counter()
     LOG.setLevel(logging.INFO if flags.get("verbose", True) else logging.WARNING)
@@ -76,7 +77,8 @@ def run(flags: Flags, merger_class: MergerClass) -> None:
         )
         show(report, flags, flags.get("verbose", True))
         return
-    new = check_new(flags["new"], "force" in flags)
+    new = Path(os.path.expanduser(flags["new"]))
+    check_new_file(new, "output", "force" in flags)
     left_out: list[str] = []
     if has_adapter:
         base = Source.of(flags["base"]) if "base" in flags else None
@@ -89,15 +91,3 @@ def run(flags: Flags, merger_class: MergerClass) -> None:
     seconds = time.perf_counter() - started
     report = ConvertReport(flags["new"], tensors, size, tuple(left_out), seconds)
     show(report, flags, flags.get("verbose", True))
-
-
-def check_new(new: str, force: bool) -> Path:
-    """Where to write, which must be free and in a folder."""
-    target = Path(os.path.expanduser(new))
-    if not target.absolute().parent.is_dir():
-        raise ConfigError(f"there is no directory for {new!r}", "make it first")
-    if not force and os.path.lexists(target):
-        raise ConfigError(
-            f"{new!r} exists already", "choose another name, or add --force to replace it"
-        )
-    return target

@@ -6,7 +6,7 @@ and there is one rounding at the very end, to nearest even. A tensor is a flat a
 that ask for an array's library do the same to torch's tensors.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -66,15 +66,9 @@ def draw_bits(
     return narrow.reshape(8, tiles, TILE // 8).swapaxes(0, 1).reshape(-1)
 
 
-def draw_mask(
-    key: tuple[int, int],
-    threshold: int,
-    start: int,
-    count: int,
-    arange: Callable[..., Array] = ARANGE,
-) -> Array:
+def draw_mask(key: tuple[int, int], threshold: int, start: int, count: int) -> Array:
     """Which elements from start on, a multiple of a tile, have bits below the threshold."""
-    return draw_bits(key, start // TILE, -(-count // TILE), arange)[:count] < threshold
+    return draw_bits(key, start // TILE, -(-count // TILE))[:count] < threshold
 
 
 # --- stored values --------------------------------------------------------------------------------
@@ -206,12 +200,6 @@ def multiply_ends(origin: Array, kept: Mapping[int, Array], count: int) -> Sums:
     return (*squares, *products)
 
 
-def add_sizes(kept: Iterable[Kept], thinned: Iterable[Array]) -> Sums:
-    """The sums of |delta|, then of what is kept."""
-    deltas = (delta for delta, *_ in kept)
-    return tuple(add_up(abs(row)) for row in (*deltas, *thinned))
-
-
 def thin_for_look(
     settings: TensorSettings, deltas: Mapping[int, Kept], found: Found
 ) -> dict[int, Array]:
@@ -247,7 +235,10 @@ def add_pieces(list_sums: Callable[..., Sums], look: ChunkLook, pieces: Pieces) 
 
 
 def sum_sizes(look: Look, _: Array, kept: Mapping[int, Kept]) -> Sums:
-    return add_sizes(kept.values(), thin_for_look(look.settings, kept, look.found).values())
+    """Of |delta|, then of what is kept."""
+    deltas = [delta for delta, *_ in kept.values()]
+    thinned = thin_for_look(look.settings, kept, look.found).values()
+    return tuple(add_up(abs(row)) for row in (*deltas, *thinned))
 
 
 def sum_products(look: GramLook, base: Array, kept: Mapping[int, Kept]) -> Sums:

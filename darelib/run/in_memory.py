@@ -20,7 +20,7 @@ from darelib.kernels.plain import draw_bits
 from darelib.kernels.torch_tensors import Draw, Solutions, TensorMerge, explain_broken
 from darelib.methods import DEFAULT, METHODS
 from darelib.methods.looks import TensorSettings
-from darelib.models.statedicts import STATE_DICT_HINT, StateDict, check_state_dict
+from darelib.models.encodings import STATE_DICT_HINT, StateDict, check_state_dict
 from darelib.plan.checks import check_sample
 from darelib.plan.plan import MergePlan, plan_merge
 from darelib.plan.tensorplan import TensorPlan, find_buffer

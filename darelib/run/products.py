@@ -8,20 +8,19 @@ from typing import Final
 
 import numpy as np
 
-from darelib.core.arrays import Factors
+from darelib.core.arrays import Array, Factors
 from darelib.core.formats import FORMATS, widen
 from darelib.core.interrupts import Interrupts
 from darelib.core.tuning import TUNING
-from darelib.kernels.lowrank import (
-    Array,
+from darelib.kernels.matrix_engine import (
     Product,
     approximate,
     find_rank,
     is_exact,
     measure_squares,
+    merge_spaces,
     reduce_product,
 )
-from darelib.kernels.matrix_engine import merge_spaces
 from darelib.kernels.plain import encode
 from darelib.kernels.records import Buffers
 from darelib.methods import METHODS

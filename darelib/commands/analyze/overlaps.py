@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from darelib.core.arrays import Matrices, find_matrices
 from darelib.core.formats import FORMATS, widen
 from darelib.core.interrupts import Interrupts
-from darelib.kernels.lowrank import MORE_COLUMNS, SEED, orthonormalise, reduce_product
+from darelib.kernels.matrix_engine import MORE_COLUMNS, SEED, orthonormalise, reduce_product
 from darelib.models.encodings import Input, TensorInfo
 from darelib.plan.plan import MergePlan
 

@@ -393,7 +393,7 @@ def test_an_analysis_says_whether_changes_lie_in_the_same_space(tmp_path: Path) 
 
 
 def test_long_matrices_are_solved_from_the_shorter_side(tmp_path: Path, monkeypatch: Patch) -> None:
-    for room in ("core.matrices", "methods.wudi"):
+    for room in ("core.arrays", "methods.wudi"):
         monkeypatch.setattr(f"darelib.{room}.LONGEST_SIDE", 50)
     base, *models = make_three(F32, {"a.weight": (90, 20), "b.weight": (20, 90), "c": (60, 70)})
     config = {"method": "wudi", "drop_rate": 0}

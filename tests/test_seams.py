@@ -20,9 +20,8 @@ MEDIAN = '''
 from typing import Final
 
 from darelib.core.arrays import Array, library
-from darelib.methods.coefficients import Coefficients, Piece, weigh_for_look
-from darelib.methods.mergekit import Family
-from darelib.methods.method import Method, Operation
+from darelib.methods.looks import Coefficients, Piece, weigh_for_look
+from darelib.methods.method import Family, Method, Operation
 
 
 def take_median(piece: Piece, _: Coefficients) -> Array:

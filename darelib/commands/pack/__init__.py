@@ -42,8 +42,6 @@ OPTIONS: Final[Options] = {
 
 
 def run(flags: Flags, _: MergerClass) -> None:
-    from darelib.commands.pack.packer import pack
-
     request = layer_flags(load_request(flags["config"]) if "config" in flags else Request(), flags)
     if request.base is None or not request.merge or request.output is None:
         raise ConfigError(
@@ -54,10 +52,13 @@ def run(flags: Flags, _: MergerClass) -> None:
         raise ConfigError(
             f"pack takes one model, not {len(request.merge)}", "pack one after the other"
         )
+    config = choose_settings(request)
+    from darelib.commands.pack.packer import pack
+
     report = pack(
         request.base,
         request.merge[0],
-        choose_settings(request),
+        config,
         request.output,
         force="force" in flags,
         resume="resume" in flags,

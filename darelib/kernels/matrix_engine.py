@@ -3,15 +3,18 @@
 import shutil
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 from darelib.core.arrays import Array, library
 from darelib.core.formats import DTYPES
 from darelib.core.matrices import Factors
+from darelib.core.pieces import Crew, employ, multiply
 from darelib.core.text import LOG
 from darelib.methods import METHODS
 from darelib.methods.method import WholeMerge
@@ -51,7 +54,7 @@ def merge_factors(
 ) -> Array:
     """The same of changes that are products of two factors, as adapters have them."""
     left, right = merge_spaces(factors, weights, settings)
-    return left.astype(np.float32) @ right.astype(np.float32)
+    return multiply(left.astype(np.float32), right.astype(np.float32))
 
 
 def merge_spaces(
@@ -129,12 +132,18 @@ class MatrixEngine:
         made = self._torch.empty(merged.shape, dtype=merged.dtype, pin_memory=pinned)
         return made.copy_(merged).numpy()
 
-    def measure_rate(self) -> float:
-        """Floating-point operations in a second, of a product of matrices."""
+    def measure_rate(self, threads: int) -> float:
+        """Floating-point operations in a second, of products of matrices by so many threads."""
         factor: Array = np.ones((MEASURED_SIDE, MEASURED_SIDE), np.float32)
         if self._torch:
             factor = self._torch.from_numpy(factor).to(self.device)
-        (factor @ factor)[0, 0].item()  # the first starts threads, or a GPU
-        started = time.perf_counter()
-        (factor @ factor)[0, 0].item()
-        return 2.0 * MEASURED_SIDE**3 / (time.perf_counter() - started)
+        with (
+            threadpool_limits(1, "blas"),
+            ThreadPoolExecutor(threads) as pool,
+            employ(Crew(threads, pool)),
+        ):
+            multiply(factor, factor)[0, 0].item()  # the first starts threads, or a GPU
+            started = time.perf_counter()
+            multiply(factor, factor)[0, 0].item()
+            seconds = time.perf_counter() - started
+        return 2.0 * MEASURED_SIDE**3 / seconds

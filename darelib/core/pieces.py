@@ -19,17 +19,17 @@ from darelib.core.arrays import Array, library
 # thread; more take a tenth of a second on a core.
 LEAST_OPERATIONS: Final = 100_000_000
 MOST_OPERATIONS: Final = 2_000_000_000
+PIECES: Final = 16  # between these, to keep so many cores busy
 
 Slices = tuple[slice, slice]
 
 
 @dataclass(frozen=True)
 class Crew:
-    """The threads that share products, and a function that is called with the operations of each
-    piece. It may raise an error, to stop.
+    """The threads that share products, if not the caller's alone, and a function that is called
+    with the operations of each piece. It may raise an error, to stop.
     """
 
-    threads: int = 1
     pool: Executor | None = None
     note: Callable[[int], None] = lambda operations: None
 
@@ -62,17 +62,17 @@ def multiply(left: Array, right: Array) -> Array:
         lib.matmul(left[piece[0]], right[:, piece[1]], out=own)
         return 2 * own.size * len(right)
 
-    pieces = list(cut(len(left), columns, len(right), crew.threads))
+    pieces = list(cut(len(left), columns, len(right)))
     run = crew.pool.map if crew.pool and len(pieces) > 1 else map
     for operations in run(compute, pieces):
         crew.note(operations)
     return made
 
 
-def cut(rows: int, columns: int, inner: int, threads: int) -> Iterator[Slices]:
-    """Pieces of a product, about as many as there are threads, or more if they were too large."""
+def cut(rows: int, columns: int, inner: int) -> Iterator[Slices]:
+    """Pieces of a product: the same for any number of threads, and so are the bytes."""
     whole = 2 * rows * columns * inner
-    most = min(max(whole // threads, LEAST_OPERATIONS), MOST_OPERATIONS)
+    most = min(max(whole // PIECES, LEAST_OPERATIONS), MOST_OPERATIONS)
     entries = max(1, most // max(1, 2 * inner))
     width = max(1, min(columns, max(math.isqrt(entries), entries // max(1, rows))))
     height = max(1, min(rows, entries // width))

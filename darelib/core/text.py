@@ -202,7 +202,8 @@ class Lines:
         with self._lock:
             self._done += amount
             passed = time.monotonic() - self._started
-            if self._due < passed and 0 < self._done < self._total:
+            # Of less than a hundredth, the rest cannot be told.
+            if self._due < passed and self._total <= 100 * self._done < 100 * self._total:
                 self._due = passed + min(passed, TUNING.last_line_seconds)
                 left = duration(passed * (self._total - self._done) / self._done)
                 share = self._done / self._total

@@ -120,7 +120,7 @@ class Solver:
         self.room = threading.Semaphore(many if self.engine.on_gpu else TUNING.matrices_at_once)
         self.solving = threading.Lock()
         self.changing = threading.Lock()
-        self.crew = Crew(worker.plan.threads, ThreadPoolExecutor(worker.plan.threads))
+        self.crew = Crew(ThreadPoolExecutor(worker.plan.threads))
 
     def solve(self, job: Job, buffers: Buffers, write: Write) -> None:
         """Find the merged change of one matrix. It is written in a later round."""

@@ -1,6 +1,10 @@
 """Merging matrix by matrix: the definition, files and memory, adapters, what may differ."""
 
 import re
+import signal
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,20 +12,25 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import threadpoolctl
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from dare import DareConfig, DareError, dare_merge, dare_sweep
+from darelib.core import pieces
 from darelib.kernels import matrix_engine
 from darelib.methods import wudi
+from darelib.run import solving
 from tests.conftest import Capture, Patch
+from tests.scene import launch, wait_for
 from tests.support import (
     BF16,
     F16,
     F32,
     F64,
+    POSIX,
     Tensors,
     assert_same,
     define,
@@ -227,6 +236,145 @@ def test_a_mask_of_infinities_is_no_obstacle_and_a_broken_weight_is_an_error(
     models[0]["a.weight"][3, 4] = torch.nan
     with pytest.raises(DareError, match=re.escape("[3, 4]")):
         merge(tmp_path, base, *models, method="wudi", drop_rate=0)
+
+
+# --- stopping, progress and threads ---------------------------------------------------------------
+
+# Each piece of a product, of few operations, takes so many SECONDS.
+SLOW_PRODUCTS = """
+import numpy
+from darelib.core import pieces
+compute = numpy.matmul
+TUNING.first_line_seconds = 0.0
+pieces.MOST_OPERATIONS = pieces.LEAST_OPERATIONS = 1_000_000
+numpy.matmul = lambda *given, **named: (time.sleep(SECONDS), compute(*given, **named))[1]
+"""
+
+
+def launch_slowly(folder: Path, seconds: float, *flags: str) -> tuple[subprocess.Popen[str], Path]:
+    """A merge of one matrix whose products take minutes."""
+    models = make_three(F32, {"a.weight": (400, 400)})[:3]
+    paths = save(folder, **dict(zip("bmn", models, strict=True)))
+    out = folder / "out" / "merged.safetensors"
+    given = ["-b", paths[0], "-m", *paths[1:], "-o", out, "--method", "wudi", "--engine", "plain"]
+    prelude = SLOW_PRODUCTS.replace("SECONDS", str(seconds))
+    return launch(prelude, *given, *flags), out
+
+
+@POSIX
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_between_the_pieces_of_a_product(
+    tmp_path: Path, sent: signal.Signals
+) -> None:
+    process, out = launch_slowly(tmp_path, 0.5)
+    assert process.stderr
+    assert "merging: 1% done" in process.stderr.readline()
+    process.send_signal(sent)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + sent
+    assert re.search(r"(?m)^stopping\n(merging.*\n)*interrupted$", said)
+    assert not out.parent.exists()
+
+
+@POSIX
+def test_a_second_signal_waits_for_nothing_and_what_is_left_is_no_obstacle(tmp_path: Path) -> None:
+    process, out = launch_slowly(tmp_path, 600.0)
+    wait_for(lambda: out.parent.exists())
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    assert process.stderr
+    assert process.stderr.readline() == "stopping\n"
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+    assert not out.exists()
+    process, out = launch_slowly(tmp_path, 0.0, "-q")
+    process.communicate(timeout=60)
+    assert out.exists()
+    assert len(list(out.parent.iterdir())) == 1
+
+
+@given(
+    rows=st.integers(0, 50),
+    columns=st.integers(1, 50),
+    inner=st.integers(1, 50),
+    most=st.integers(100, 20_000),
+    threads=st.integers(1, 4),
+)
+@examples(60)
+def test_products_are_computed_in_pieces_of_few_operations(
+    rows: int, columns: int, inner: int, most: int, threads: int
+) -> None:
+    generator = np.random.default_rng(rows)
+    left = generator.normal(size=(rows, inner))
+    right = generator.normal(size=(columns, inner)).T
+    counted: list[int] = []
+    sizes = {"LEAST_OPERATIONS": most // 10, "MOST_OPERATIONS": most}
+    with (
+        mock.patch.multiple(pieces, **sizes),
+        ThreadPoolExecutor(threads) as pool,
+        pieces.employ(pieces.Crew(pool, counted.append)),
+    ):
+        found = pieces.multiply(left, right)
+    np.testing.assert_allclose(found, left @ right, atol=1e-12)
+    assert sum(counted) == 2 * rows * columns * inner
+    assert max(counted, default=0) <= most
+
+
+def test_progress_moves_within_a_matrix_and_reaches_its_end(
+    tmp_path: Path, capsys: Capture, monkeypatch: Patch
+) -> None:
+    tune(first_line_seconds=0.0, last_line_seconds=0.0)
+    monkeypatch.setattr(pieces, "MOST_OPERATIONS", 1_000_000)
+    models = make_three(F32, {"a.weight": (300, 300)})[:3]
+    base, *others = save(tmp_path, **dict(zip("bmn", models, strict=True)))
+    out = tmp_path / "o.safetensors"
+    run("-b", base, "-m", *others, "-o", out, "--method", "wudi", "--engine", "plain")
+    run("verify", out, "--engine", "plain")
+    said = capsys.readouterr().err
+    for what in ("merging", "verifying"):
+        shares = [int(share) for share in re.findall(rf"{what}: (\d+)% done", said)]
+        assert shares == sorted(shares)
+        assert len({*shares}) > 20
+        assert shares[0] < 10 < 80 < shares[-1]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_each_job_has_one_core(tmp_path: Path, monkeypatch: Patch, threads: int) -> None:
+    seen = []
+    merge_one = matrix_engine.MatrixEngine.merge
+
+    def list_threads() -> list[int]:
+        info = threadpoolctl.threadpool_info()
+        return [pool["num_threads"] for pool in info if pool["user_api"] == "blas"]
+
+    def watch(self: Any, *arguments: Any, **named: Any) -> Any:
+        seen.append((max(list_threads()), pieces.EMPLOYED.get().pool is not None))
+        return merge_one(self, *arguments, **named)
+
+    monkeypatch.setattr(matrix_engine.MatrixEngine, "merge", watch)
+    tune(job_elements=1024)
+    shapes = {"small.weight": (40, 40), "large.weight": (80, 80)}
+    monkeypatch.setattr(solving, "SMALL_MATRIX", 1600)
+    base, *models = make_three(BF16, shapes)
+    with threadpoolctl.threadpool_limits(2, "blas"):
+        before = list_threads()
+        merge(tmp_path, base, *models, method="wudi", engine="plain", threads=threads)
+        assert list_threads() == before
+    assert {*seen} == {(1, False), (1, True)}, "BLAS has one, and a large matrix all of ours"
+
+
+def test_the_bytes_of_large_matrices_do_not_depend_on_threads(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    tune(job_elements=1024)
+    monkeypatch.setattr(pieces, "LEAST_OPERATIONS", 10_000)
+    monkeypatch.setattr(solving, "SMALL_MATRIX", 0)
+    base, *models = make_three(F32, {"a.weight": (200, 300), "b.weight": (300, 150)})
+    config = {"method": "wudi", "drop_rate": 0, "engine": "plain"}
+    merged = [merge(tmp_path, base, *models, threads=k, **config) for k in (1, 2, 3)]
+    assert_same(merged[0], merged[1])
+    assert_same(merged[0], merged[2])
 
 
 # --- adapters ------------------------------------------------------------------------------------

@@ -290,6 +290,7 @@ def stop(process: subprocess.Popen[str], sent: signal.Signals, everybody: bool =
     finally:
         process.kill()
     status, words = STOPPED[sent]
+    printed = printed.removeprefix("stopping\n")  # where it took a moment
     assert process.returncode == status
     assert printed.startswith(words)
     assert printed.count("\n") == 2 * bool(words)

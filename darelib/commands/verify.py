@@ -107,6 +107,7 @@ def compare_output(
     """Make an output again and compare it with what is there; the first difference is an error."""
     from darelib.run.products import open_worker, settle_ranks
     from darelib.run.rounds import run_rounds
+    from darelib.run.solving import count_steps
 
     started = time.perf_counter()
     plan = keep_recipes(settle_ranks(plan, inputs, interrupts))
@@ -115,12 +116,12 @@ def compare_output(
             comparison.open_file(file)
         comparison.check_side_files()
         worker = open_worker(plan, inputs, interrupts)
-        with progress("verifying", plan.bytes_to_read, plan.config.verbose) as advance:
+        with progress("verifying", count_steps(plan), plan.config.verbose) as worker.advance:
             run_rounds(
                 plan.rounds(),
                 worker,
                 comparison.write_at,
-                lambda job, _: advance(job.bytes_read),
+                lambda job, _: worker.advance(job.bytes_read),
                 interrupts,
             )
     return VerifyReport(

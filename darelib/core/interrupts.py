@@ -1,11 +1,18 @@
 """Signals that wait until it is safe to stop."""
 
+import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Final, NoReturn, Self
+
+from darelib.core.text import show_cursor
+
+# Programs that start others may pass one Ctrl-C on twice: so soon after the first, it is the same.
+SAME_SECONDS: Final = 0.5
 
 
 class Terminated(BaseException):
@@ -18,17 +25,32 @@ def ignore_signals() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
+class SecondSignal:
+    """Ends the process."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+
+    def __call__(self, number: int, _: object) -> None:
+        if time.monotonic() - self._started > SAME_SECONDS:
+            show_cursor()
+            os._exit(128 + number)
+
+
 @contextmanager
 def stop_on_signals() -> Iterator[list[int]]:
-    """The first signal stops the command; more of them must not stop it from tidying up.
+    """The first signal stops the command, which tidies up. Another one ends the process at once, as
+    a crash would: the next merge removes or continues what is left.
 
-    Gives a list that will hold its number: what it raises within an import may come out as
-    another error.
+    Gives a list that will hold the first one's number: what it raises within an import may come out
+    as another error.
     """
     received: list[int] = []
 
     def stop(number: int, _: object) -> NoReturn:
-        ignore_signals()
+        second = SecondSignal()
+        for each in before:
+            signal.signal(each, second)
         received.append(number)
         raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
@@ -72,8 +94,8 @@ class Interrupts:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         for number, handler in self._before.items():
-            # Once a signal has been let through, they are ignored.
-            if signal.getsignal(number) is not signal.SIG_IGN:
+            # Once a signal has been let through, a second one ends the process.
+            if not isinstance(signal.getsignal(number), SecondSignal):
                 signal.signal(number, handler)
         if kind is None:
             self.check()

@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import sys
+import threading
 import time
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -102,6 +103,12 @@ def is_terminal(stream: IO[str]) -> bool:
     return stream.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
+def show_cursor() -> None:
+    """Undo what a bar does to a terminal."""
+    if is_terminal(sys.stderr):
+        os.write(sys.stderr.fileno(), b"\x1b[?25h\n")
+
+
 def label(kind: str, text: str, stream: IO[str]) -> str:
     """An error, a warning or a hint as one line, its first word in colour where there are colours.
 
@@ -191,22 +198,25 @@ class Lines:
         self._done = 0
         self._started = time.monotonic()
         self._due = TUNING.first_line_seconds
+        self._lock = threading.Lock()
 
     def advance(self, amount: int) -> None:
-        self._done += amount
-        passed = time.monotonic() - self._started
-        if self._due < passed and 0 < self._done < self._total:
-            self._due = passed + min(passed, TUNING.last_line_seconds)
-            left = duration(passed * (self._total - self._done) / self._done)
-            share = self._done / self._total
-            print(f"{self._what}: {share:.0%} done, {left} left", file=sys.stderr, flush=True)
+        with self._lock:
+            self._done += amount
+            passed = time.monotonic() - self._started
+            # Of less than a hundredth, the rest cannot be told.
+            if self._due < passed and self._total <= 100 * self._done < 100 * self._total:
+                self._due = passed + min(passed, TUNING.last_line_seconds)
+                left = duration(passed * (self._total - self._done) / self._done)
+                share = self._done / self._total
+                print(f"{self._what}: {share:.0%} done, {left} left", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def progress(what: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
-    """A bar of bytes, rate and time left on stderr if that is a terminal, else now and then a line.
+    """A bar and the time left on stderr if that is a terminal, else now and then a line.
 
-    Gives the function that advances it.
+    Gives the function that advances it, for any thread.
     """
     if not shown:
         yield lambda _: None
@@ -215,15 +225,9 @@ def progress(what: str, total: int, shown: bool) -> Iterator[Callable[[int], Non
         yield Lines(what, total).advance
         return
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TimeRemainingColumn
 
-    columns = (what, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (what, BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     console = Console(stderr=True, no_color=bool(os.environ.get("NO_COLOR")))
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(what, total=total)

@@ -53,6 +53,8 @@ class Tuning:
     journal_seconds: float = 1.0
     # How often to look whether somebody wants the merge to stop.
     poll_seconds: float = 0.05
+    # How long it may take to stop without a word.
+    silent_seconds: float = 0.2
     # Without a terminal: when the first line of progress is printed, and how far apart the last.
     first_line_seconds: float = 10.0
     last_line_seconds: float = 300.0

@@ -6,15 +6,19 @@ import math
 import shutil
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 from darelib.core.arrays import LEAST_SHARE, Array, Factors, find_span, library
 from darelib.core.formats import DTYPES
+from darelib.core.pieces import Crew, employ, multiply
 from darelib.core.text import LOG
+from darelib.core.tuning import TUNING
 from darelib.methods import METHODS
 from darelib.methods.looks import TensorSettings
 from darelib.methods.method import WholeMerge
@@ -53,7 +57,7 @@ def merge_factors(
 ) -> Array:
     """The same of changes that are products of two factors, as adapters have them."""
     left, right = merge_spaces(factors, weights, settings)
-    return left.astype(np.float32) @ right.astype(np.float32)
+    return multiply(left.astype(np.float32), right.astype(np.float32))
 
 
 def merge_spaces(
@@ -131,15 +135,25 @@ class MatrixEngine:
         made = self._torch.empty(merged.shape, dtype=merged.dtype, pin_memory=pinned)
         return made.copy_(merged).numpy()
 
-    def measure_rate(self) -> float:
-        """Floating-point operations in a second, of a product of matrices."""
+    def measure_rate(self, threads: int) -> float:
+        """Floating-point operations in a second, of products of matrices by so many threads."""
         factor: Array = np.ones((MEASURED_SIDE, MEASURED_SIDE), np.float32)
         if self._torch:
             factor = self._torch.from_numpy(factor).to(self.device)
-        (factor @ factor)[0, 0].item()  # the first starts threads, or a GPU
-        started = time.perf_counter()
-        (factor @ factor)[0, 0].item()
-        return 2.0 * MEASURED_SIDE**3 / (time.perf_counter() - started)
+        with (
+            threadpool_limits(1, "blas"),
+            ThreadPoolExecutor(threads) as pool,
+            employ(Crew(pool)),
+        ):
+            multiply(factor, factor)[0, 0].item()  # the first starts threads, or a GPU
+            started = time.perf_counter()
+            seconds = 0.0
+            products = 0
+            while seconds < TUNING.sample_seconds:  # beside other work, a short one is lucky
+                multiply(factor, factor)[0, 0].item()
+                products += 1
+                seconds = time.perf_counter() - started
+        return products * 2.0 * MEASURED_SIDE**3 / seconds
 
 
 # --- products of thin matrices --------------------------------------------------------------------

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from darelib.core.arrays import LONGEST_SIDE, Array, Factors, Matrices, find_span, library
+from darelib.core.pieces import multiply
 from darelib.methods.looks import MatrixLook, Options
 from darelib.methods.method import SUM, Method, WholeMerge
 
@@ -138,7 +139,7 @@ def solve(
         mirror(own)
         weight = each.weight * each.scale
         means += weight * each.unit
-        cubes += weight / each.square * multiply(own, each.unit, short)
+        cubes += weight / each.square * multiply_side(own, each.unit, short)
         own *= each.weight * shape[short] / each.square
         gram += own
     del own
@@ -183,7 +184,7 @@ def add_products(gram: Array, matrix: Array, axis: int, weight: float = 1.0) -> 
     rows = matrix if axis == 0 else matrix.T
     for start, end in list_blocks(len(rows)):
         own = rows[start:end] if weight == 1 else weight * rows[start:end]
-        gram[start:end, :end] += own @ rows[:end].T
+        gram[start:end, :end] += multiply(own, rows[:end].T)
 
 
 def mirror(gram: Array) -> None:
@@ -192,9 +193,9 @@ def mirror(gram: Array) -> None:
         gram[:start, start:end] = gram[start:end, :start].T
 
 
-def multiply(factor: Array, matrix: Array, axis: int) -> Array:
+def multiply_side(factor: Array, matrix: Array, axis: int) -> Array:
     """factor matrix, or of the transposed matrix (axis 1), transposed back."""
-    return factor @ matrix if axis == 0 else matrix @ factor.T
+    return multiply(factor, matrix) if axis == 0 else multiply(matrix, factor.T)
 
 
 def solve_side(gram: Array, right: Array, axis: int, ridge: float, largest_error: float) -> None:
@@ -239,7 +240,7 @@ def divide(
     side = len(gram)
     if side <= BLOCK_SIDE:
         [inverse] = inverses
-        right[...] = multiply(inverse.T if backwards else inverse, right, axis)
+        right[...] = multiply_side(inverse.T if backwards else inverse, right, axis)
         return
     half = find_half(side)
     first = right[:half] if axis == 0 else right[:, :half]
@@ -249,11 +250,11 @@ def divide(
     others = inverses[half // BLOCK_SIDE :]
     if backwards:
         divide(gram[half:, half:], others, second, axis, backwards)
-        first -= multiply(below.T, second, axis)
+        first -= multiply_side(below.T, second, axis)
         divide(gram[:half, :half], above, first, axis, backwards)
     else:
         divide(gram[:half, :half], above, first, axis)
-        second -= multiply(below, first, axis)
+        second -= multiply_side(below, first, axis)
         divide(gram[half:, half:], others, second, axis)
 
 

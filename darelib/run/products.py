@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Final
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 from darelib.core.arrays import Array, Factors
 from darelib.core.formats import FORMATS, widen
@@ -69,7 +70,7 @@ class Products:
             return self.save(job, buffers, write)
         with self.solver.room:
             change, outcome = self._find_change(job, buffers)
-            with self.solver.solving:
+            with self.solver.solving, self.share_cores():
                 product = self.factorise(job.tensor, change, module)
         self._write_factors(job.tensor, module, product, write)
         return replace(outcome, energy=(product.kept, product.total))
@@ -96,12 +97,16 @@ class Products:
             return self.skip(job, buffers, write)
         with self.solver.room:
             change, outcome = self._find_change(job, buffers)
-            with self.solver.solving:
+            with self.solver.solving, self.share_cores():
                 squares = self._measure_squares(change, module)
         total = float(squares.sum())
         rank = find_rank(squares, total, float(self.plan.config.adapter_rank or 0))
         rank = min(rank, module.rank)
         return replace(outcome, energy=(float(squares[:rank].sum()), total), rank=rank)
+
+    def share_cores(self) -> threadpool_limits:
+        """While one matrix is decomposed and others are read, BLAS has all threads."""
+        return threadpool_limits(self.plan.threads, "blas")
 
     def skip(self, job: Job, buffers: Buffers, write: Write) -> Outcome:
         return Outcome(job.tensor.name, 0, 0)

@@ -1,9 +1,12 @@
 """Jobs in threads, which the kernels let run side by side: all of a round before the next."""
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+from threadpoolctl import threadpool_limits
 
 from darelib.core.interrupts import Interrupts
 from darelib.core.tuning import TUNING
@@ -28,6 +31,7 @@ def run_rounds(
     lock = threading.Lock()
     stop = threading.Event()
     failures: dict[int, BaseException] = {}
+    running: set[Future[None]] = set()
 
     def loop(jobs: Iterator[Job], own: Buffers) -> None:
         order = -1
@@ -47,7 +51,8 @@ def run_rounds(
             failures[order] = error
             stop.set()
 
-    with ThreadPoolExecutor(len(buffers)) as pool:
+    # Each job has one core: BLAS would start as many threads as there are cores for each of them.
+    with threadpool_limits(1, "blas"), ThreadPoolExecutor(len(buffers)) as pool:
         try:
             for jobs in rounds:
                 running = {pool.submit(loop, jobs, own) for own in buffers}
@@ -56,9 +61,12 @@ def run_rounds(
                     interrupts.check()
                 if failures:
                     raise failures[min(failures)]
-        except BaseException:
+        except BaseException as error:
             stop.set()
             worker.abandoned.set()
+            is_signal = not isinstance(error, Exception)
+            if is_signal and wait(running, TUNING.silent_seconds).not_done:
+                print("stopping", file=sys.stderr, flush=True)
             raise
 
 

@@ -5,8 +5,9 @@ A matrix that only adapters change, and of which nothing is dropped, is never mu
 """
 
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from darelib.core.arrays import Factors
 from darelib.core.formats import FORMATS
 from darelib.core.mask import TILE
+from darelib.core.pieces import Crew, employ
 from darelib.core.tuning import TUNING
 from darelib.kernels.fallback import thin_chunk
 from darelib.kernels.matrix_engine import MatrixEngine, find_whole, merge_factors
@@ -26,46 +28,87 @@ from darelib.models.checkpoint import Checkpoint
 from darelib.models.encodings import TensorInfo
 from darelib.plan.plan import Job, MergePlan
 from darelib.plan.tensorplan import TensorPlan
-from darelib.run.worker import MatrixChange, Tally, Worker, Write, find_peaks
+from darelib.run.worker import Abandoned, MatrixChange, Tally, Worker, Write, find_peaks
 
 Moved = tuple[dict[int, Tally], list[Any]]
 # Copies that are held at a time while a matrix is solved, as measured: of itself, besides the
 # models' deltas, and of the Gram matrix of its longer side.
 MATRIX_COPIES: Final = 4
 GRAM_COPIES: Final = 1
+# Entries of a matrix up to which each thread solves one of its own. Larger ones are solved by all
+# threads, one after the other.
+SMALL_MATRIX: Final = 1 << 20
+# Floating-point operations that take about as long as to read a byte and merge it.
+BYTE_OPERATIONS: Final = 100
 # Rows of a matrix that describe the changes of adapters.
 SAMPLED_ROWS: Final = 64
 
 
 def estimate_matrices(plan: MergePlan) -> int:
-    """The memory that whole matrices take: one while it is solved, the deltas of the next, and the
-    changes that wait to be written.
+    """The memory that whole matrices take: large ones, one while it is solved and the deltas of the
+    next, a small one of each thread, and the changes that wait to be written.
     """
-    most = 0
+    large = 0
+    small = 0
     waiting = 0
     for tensor in plan.tensors:
         if matrices := tensor.matrices:
             models = len(tensor.finetuned)
-            item = 4 if FORMATS[tensor.spec.output].bits == 16 else 8
+            item = 8 if is_precise(tensor) else 4
             grams = GRAM_COPIES * max(side**2 for side in matrices.sides)
             solved = item * (matrices.size * (models + MATRIX_COPIES) + grams)
-            most = max(most, solved + 4 * models * matrices.size)
+            if matrices.size > SMALL_MATRIX:
+                large = max(large, solved + 4 * models * matrices.size)
+            else:
+                small = max(small, solved)
             waiting += 4 * tensor.base.count
-    return most + min(waiting, 4 * TUNING.matrix_elements * max(1, plan.threads // 2))
+    waiting = min(waiting, 4 * TUNING.matrix_elements * max(1, plan.threads // 2))
+    return large + plan.threads * small + waiting
 
 
 def estimate_solving(plan: MergePlan) -> float:
-    """How long it takes to solve all matrices, by the time of a product."""
-    operations = sum(
-        find_whole(tensor.settings).count_operations(tensor.matrices, len(tensor.finetuned))
-        for tensor in plan.tensors
-        if tensor.matrices
-    )
-    return operations / MatrixEngine(plan.config.engine).measure_rate() if operations else 0.0
+    """How long it takes to read and to solve all matrices, by the time of a product."""
+    matrices = replace(plan, tensors=tuple(t for t in plan.tensors if t.matrices))
+    operations = BYTE_OPERATIONS * count_steps(matrices)
+    rate = MatrixEngine(plan.config.engine).measure_rate
+    return operations / rate(plan.threads) if operations else 0.0
+
+
+def count_steps(plan: MergePlan) -> int:
+    """What progress counts: bytes that are read, and operations as so many bytes."""
+    return plan.bytes_to_read + sum(map(count_operations, plan.tensors)) // BYTE_OPERATIONS
+
+
+def count_operations(tensor: TensorPlan) -> int:
+    """Floating-point operations to solve a tensor. Those of float64 count double."""
+    if not tensor.matrices:
+        return 0
+    if rank := find_added_rank(tensor):
+        return 2 * rank * tensor.base.count
+    whole = find_whole(tensor.settings)
+    count = whole.count_operations(tensor.matrices, len(tensor.finetuned))
+    return 2 * count if is_precise(tensor) else count
+
+
+def is_precise(tensor: TensorPlan) -> bool:
+    """Whether a tensor is solved in float64."""
+    return FORMATS[tensor.spec.output].bits > 16
+
+
+def find_added_rank(tensor: TensorPlan) -> int:
+    """The sum of the ranks of a matrix that only adapters change, and of which nothing is dropped.
+    0: it is another, or its factors are not smaller than itself.
+    """
+    rows = tensor.base.shape[0]
+    rank = sum(info.added_rank for _, info in tensor.finetuned)
+    is_smaller = tensor.adds_ranks and rank < min(rows, tensor.base.count // rows)
+    return rank if is_smaller else 0
 
 
 class Solver:
-    """Solves the matrices of a plan: few at a time are read, and one is solved, by all cores."""
+    """Solves the matrices of a plan: small ones side by side. Of large ones few are read at a time,
+    and one is solved, by all threads.
+    """
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
@@ -75,40 +118,62 @@ class Solver:
         many = min(worker.plan.threads, TUNING.most_matrices)
         self.room = threading.Semaphore(many if self.engine.on_gpu else TUNING.matrices_at_once)
         self.solving = threading.Lock()
+        self.changing = threading.Lock()
+        self.crew = Crew(ThreadPoolExecutor(worker.plan.threads))
 
     def solve(self, job: Job, buffers: Buffers, write: Write) -> None:
         """Find the merged change of one matrix. It is written in a later round."""
         tensor = job.tensor
         look, _ = self.worker.passes[tensor.name][job.look_pass]
         weights = [tensor.settings.weights[i] for i in tensor.models]
-        is_precise = FORMATS[tensor.spec.output].bits > 16
-        with self.room:
+        precise = is_precise(tensor)
+        is_small = not self.engine.on_gpu and job.stop - job.start <= SMALL_MATRIX
+        with self.changing:
+            while self.worker.written:
+                self.worker.written.pop().change = None
+        with nullcontext() if is_small else self.room:
             if factors := self.read_factors(tensor):
                 tallies = self.sample(tensor, factors)
                 merge = partial(merge_factors, factors)
             elif moved := self._try_to_move(job):
                 tallies, on_gpu = moved
-                merge = partial(self.engine.merge, on_gpu, precise=is_precise)
+                merge = partial(self.engine.merge, on_gpu, precise=precise)
             else:
                 deltas = self._gather(job, buffers, look.found)
                 tallies = self.worker.count(job, buffers)
-                merge = partial(self.engine.merge, [*deltas], precise=is_precise)
-            with self.solving:
-                while self.worker.written:
-                    self.worker.written.pop().change = None
+                merge = partial(self.engine.merge, [*deltas], precise=precise)
+            with nullcontext() if is_small else self.solving, self.count(job, is_small):
                 merged = merge(weights=weights, settings=tensor.settings)
-                change = look.found.change or MatrixChange()
-                change.parts[job.start] = merged.reshape(-1)
-                change.tallies[job.start] = tallies
-                look.found.change = change
+        with self.changing:
+            change = look.found.change or MatrixChange()
+            change.parts[job.start] = merged.reshape(-1)
+            change.tallies[job.start] = tallies
+            look.found.change = change
+
+    @contextmanager
+    def count(self, job: Job, is_alone: bool) -> Iterator[None]:
+        """Count the products of one matrix as progress, and stop after any of them if the merge is
+        abandoned. is_alone: no other thread takes part.
+        """
+        whole = count_operations(job.tensor) * (job.stop - job.start) // job.tensor.length
+        left = whole // BYTE_OPERATIONS
+
+        def note(operations: int) -> None:
+            nonlocal left
+            if self.worker.abandoned.is_set():
+                raise Abandoned
+            done = min(left, operations * (2 if is_precise(job.tensor) else 1) // BYTE_OPERATIONS)
+            left -= done
+            self.worker.advance(done)
+
+        note(0)
+        with employ(Crew(note=note) if is_alone else replace(self.crew, note=note)):
+            yield
+        self.worker.advance(left)
 
     def read_factors(self, tensor: TensorPlan) -> list[Factors]:
-        """The factors of a matrix that only adapters change, and of which nothing is dropped. None,
-        if they are not smaller than the matrix.
-        """
-        rows = tensor.base.shape[0]
-        rank = sum(info.added_rank for _, info in tensor.finetuned)
-        if not tensor.adds_ranks or rank >= min(rows, tensor.base.count // rows):
+        """The factors of a matrix that is merged in the space of its adapters; of others none."""
+        if not find_added_rank(tensor):
             return []
         found = [info.encoding.read_factors(info) for _, info in tensor.finetuned]
         factors = [each for each in found if each is not None]

@@ -15,6 +15,7 @@ from darelib.output.publish import Output, OutputPart, explain_write_errors, sha
 from darelib.plan.plan import Job, MergePlan
 from darelib.run.products import open_worker, settle_ranks
 from darelib.run.rounds import run_rounds
+from darelib.run.solving import count_steps
 from darelib.run.worker import Outcome, Worker, check_related
 
 
@@ -71,13 +72,15 @@ def run_merge(
     done = {(outcome.tensor, outcome.start) for outcome in outcomes}
 
     def note(job: Job, outcome: Outcome | None) -> None:
-        advance(job.bytes_read)
+        worker.advance(job.bytes_read)
         if outcome is not None:
             outcomes.append(outcome)
             output.note(outcome.as_entry())
 
-    with progress("merging", plan.bytes_to_read, plan.config.verbose) as advance:
-        advance(sum(outcome.bytes_read for outcome in outcomes))
+    read = sum(outcome.bytes_read for outcome in outcomes)
+    left = 1 - read / max(1, sum(tensor.bytes_read for tensor in plan.tensors))
+    steps = round(left * count_steps(plan))
+    with progress("merging", steps, plan.config.verbose) as worker.advance:
         run_rounds(plan.rounds(done), worker, output.write_at, note, interrupts)
     return outcomes
 

@@ -157,6 +157,7 @@ class Worker:
         self.passes = passes
         self.tasks: dict[str, Task] = {LOOK: self.look, MERGE: self.merge, COPY: self.copy}
         self.abandoned = threading.Event()  # set to make all jobs stop at once
+        self.advance: Callable[[int], None] = lambda steps: None  # shows progress within a job
         self.written: list[Found] = []  # their solved changes are not needed in the next round
         self._lock = threading.Lock()
         self._looked = Counter[str]()  # by tensor: how many elements a pass has seen

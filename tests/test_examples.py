@@ -53,6 +53,15 @@ def run_example(name: str, *arguments: str | Path) -> str:
     return subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=600, check=True).stdout
 
 
+def test_the_map_of_the_house_names_every_file() -> None:
+    text = TEXTS[HERE / "docs" / "contributing.md"]
+    rooms = re.findall(r"^\| \d+ \| `(\w+)/` \| (.*) \|$", text, re.MULTILINE)
+    named = {f"{room}/{name}" for room, row in rooms for name in re.findall(r"`([\w/]+)`", row)}
+    house = HERE / "darelib"
+    files = [path for path in house.glob("*/**/*.py") if path.name != "__init__.py"]
+    assert named == {path.relative_to(house).with_suffix("").as_posix() for path in files}
+
+
 def test_every_link_in_the_documents_leads_somewhere() -> None:
     for document, text in TEXTS.items():
         assert all((HERE / script).is_file() for script in re.findall(r"examples/\w+\.py", text))

@@ -649,7 +649,7 @@ NO_PAIR = ({B: None}, {A: None}, {f"{PREFIX}.lora_embedding_A": torch.ones(2, 61
         ({A: torch.ones(2, 60)}, ["'layer.weight' is [37, 61]", "and [37, 60] in"]),
         (
             {f"{PREFIX}.base_layer.weight": torch.ones(37, 60)},
-            ["is [37, 61], and what was saved of it [37, 60]"],
+            ["is [37, 61], but its saved weights are [37, 60]"],
         ),
         (
             low_rank("other", (37, 61)),

@@ -80,7 +80,7 @@ WRONG = {
     ),
     "a crash": (
         "{0} {{ store volatile i32 1, ptr inttoptr (i64 8 to ptr) ret i32 0 }}",
-        "its compiler, or what that made, crashed with status ",
+        "its compiler, or compiled code, crashed with status ",
     ),
 }
 # A compiler that makes the same of any function, and counts how often it is started.

@@ -113,7 +113,7 @@ def _name_for_peft(adapter: Checkpoint, base: Checkpoint) -> tuple[Contents, dic
         if not product or product.transposed or product.magnitudes:
             raise DareError(
                 f"{name!r} of {adapter.name!r} is DoRA, of a layer of GPT-2, or has other names "
-                "in this base, for which there is no place in what it would become",
+                "in this base, and the other format cannot hold that",
                 "merge it as it is",
             )
         if info.shape != shape:
@@ -178,8 +178,8 @@ def convert_to_original(old: Source, new: Path) -> tuple[int, list[str]]:
         if tensors.keys() <= model.tensors.keys():
             raise ConfigError(
                 f"{old.name!r} has the names of original files already",
-                "a directory of diffusers has settings that no file of weights has: give one of "
-                "the same kind as --base MODEL, and the result is that with these weights",
+                "a directory of diffusers also needs settings: give one of the same kind as "
+                "--base MODEL, and NEW gets these weights and its settings",
             )
         used = count_used(tensors.values())
         left_out = [name for name, info in model.tensors.items() if id(info) not in used]

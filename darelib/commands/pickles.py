@@ -74,7 +74,7 @@ def find_pickles(path: Path) -> list[Path]:
         if not inside:
             raise DareError(
                 f"{str(path)!r} has neither of {', '.join(PICKLE_FILES)}",
-                "name the file to convert; what is safetensors already is merged as it is",
+                "name the file to convert; safetensors files need no conversion",
             )
         path = inside[0]
     if path.suffix != ".json":

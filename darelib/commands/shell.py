@@ -1,4 +1,4 @@
-"""What the shell sees of a command: its streams, its messages and its exit status."""
+"""The command as the shell sees it: its streams, its messages and its exit status."""
 
 import os
 import signal

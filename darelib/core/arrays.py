@@ -1,4 +1,4 @@
-"""What is the same for arrays of NumPy and tensors of torch, neither of which is imported here."""
+"""Functions for arrays of NumPy and tensors of torch alike; neither is imported here."""
 
 import sys
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is made again, elsewhere: values that the libraries of machines make a little different."""
+"""Comparison of values that the libraries of other machines make a little different."""
 
 from collections.abc import Callable
 from typing import Any, Final, TypeAlias

@@ -1,4 +1,4 @@
-"""What must be found out about a whole tensor before it is merged, in passes over its chunks."""
+"""Looks: facts about a whole tensor that a method needs first, in passes over its chunks."""
 
 import struct
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What jobs find: counts and sums, which add up to those of the whole merge."""
+"""The outcomes of jobs: counts and sums, which add up to those of the whole merge."""
 
 import operator
 from collections.abc import Iterable, Sequence

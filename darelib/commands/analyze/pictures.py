@@ -1,4 +1,4 @@
-"""Pictures of what was found: of the deltas of models, and what pictures of sweeps share."""
+"""Pictures of the deltas of models, and the parts that pictures of sweeps share."""
 
 import io
 import math

@@ -1,4 +1,4 @@
-"""`dare.py pack`: its options; what it does is in packer."""
+"""`dare.py pack`: its options; packer does the work."""
 
 from typing import Final
 

@@ -101,7 +101,7 @@ def choose_settings(request: Request) -> DareConfig:
     if others := [drop for drop in drops if drop and not is_random(drop)]:
         raise ConfigError(
             f"pack keeps entries at random, and this configuration has drop {others[0]}",
-            "set drop to random, or merge the model as it is: such a drop must see all of it",
+            "set drop to random, or merge the model as it is: other drops need all entries",
         )
     used: dict[str, Any] = {name: value for name, value in request.dare.items() if name in SETTINGS}
     rate = used.setdefault("drop_rate", DARE_RATE)

@@ -236,7 +236,7 @@ def test_rows_that_span_chunks_and_jobs_give_the_bits_of_the_definition_in_any_t
         )
 
 
-@examples(20)
+@examples(7)
 @given(
     drops=st.lists(st.sampled_from(DROPS), min_size=2, max_size=2),
     method=st.sampled_from(["linear", "ties", "ram"]),

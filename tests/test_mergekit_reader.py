@@ -456,7 +456,7 @@ VALUES = st.sampled_from([0.25, 0.5, 0.75, [0.5, 1.0]])
 CHOICES = st.lists(st.tuples(WORDS, VALUES), max_size=3)
 
 
-@examples(150)
+@examples(50)
 @given(names=NAMES, data=st.data())
 def test_a_name_gets_of_every_parameter_what_mergekits_first_match_gives(
     names: list[str], data: st.DataObject

@@ -183,7 +183,7 @@ def test_kernels_of_mixed_types_are_proved(types: tuple[str, str, str]) -> None:
 # --- small merges ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("missing", ["numba", "llvmlite"])
+@pytest.mark.parametrize("missing", ["numba", slow("llvmlite")])
 def test_a_small_merge_needs_no_compiler_and_a_large_one_says_that_there_is_none(
     missing: str, merge: Merge, library: Path, tmp_path: Path
 ) -> None:
@@ -288,6 +288,7 @@ def test_a_folder_for_kernels_that_cannot_be_written_only_costs_time(
     assert not (tmp_path / "somewhere").exists(), "the working directory is no place for code"
 
 
+@SLOW
 def test_kernels_depend_on_all_that_is_compiled_in_and_on_nothing_else(tmp_path: Path) -> None:
     house = copy_house(tmp_path)
     say = "from darelib.kernels import objects; print(objects.identify())"

@@ -28,6 +28,7 @@ from tests.support import (
     run,
     run_merge,
     save,
+    slow,
     snapshot,
     write_adapter,
 )
@@ -266,7 +267,7 @@ def load_pipeline(folder: Path) -> Tensors:
     return test_diffusers.join(test_diffusers.load(folder))
 
 
-@pytest.mark.parametrize("family", FILES)
+@pytest.mark.parametrize("family", [slow("sd"), *(family for family in FILES if family != "sd")])
 def test_a_pipeline_becomes_one_file_and_that_becomes_it_again(
     tmp_path: Path, capsys: Capture, family: str
 ) -> None:

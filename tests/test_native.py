@@ -249,7 +249,8 @@ def test_kernels_are_compiled_once_and_damaged_ones_again(stored: Path, pack: Me
 
 
 @POSIX
-@pytest.mark.parametrize("whose", ["folder", slow("file"), slow("user")])
+@SLOW
+@pytest.mark.parametrize("whose", ["folder", "file", "user"])
 def test_a_kernel_that_somebody_else_may_have_written_is_not_run(
     whose: str, stored: Path, pack: Merge, tmp_path: Path
 ) -> None:

@@ -91,7 +91,7 @@ def count_open_files() -> int:
 
 
 ALWAYS = [
-    *(("file", call, False) for call in ("open", "pwrite", "fsync", "rename", "unlink")),
+    *(("file", call, False) for call in ("open", "pwrite", "rename")),
     *(("directory", "rmdir", False), ("directory", "rename", True)),
 ]
 CASES = itertools.product(("file", "directory"), CALLS, (False, True))

@@ -52,7 +52,7 @@ from darelib.commands.options import (
 from darelib.commands.shell import run_command
 from darelib.config import DareConfig, Group, Rule
 from darelib.core.interrupts import Interrupts, ignore_signals
-from darelib.core.text import LOG, ConfigError, DareError, nearest
+from darelib.core.text import LOG, ConfigError, DareError, nearest, print_result
 from darelib.core.tuning import raise_open_file_limit
 from darelib.models.directories import find_base
 from darelib.models.source import Given, Source, recorded_name
@@ -431,8 +431,11 @@ def parse_flags(arguments: Sequence[str] | None) -> tuple[Room, Flags]:
     words = place_config(list(sys.argv[1:] if arguments is None else arguments))
     if words in ([], ["help"]):
         page = PAGE.format(prog=name_program(), commands=COMMAND_LIST)
-        print(page, file=sys.stdout if words else sys.stderr)
-        sys.exit(0 if words else 2)
+        if words:
+            print_result(page)
+            sys.exit(0)
+        print(page, file=sys.stderr)
+        sys.exit(2)
     if words[0] == "help":
         words = [*words[1:], "--help"]
     if words[0] not in COMMANDS and not words[0].startswith("-"):

@@ -93,7 +93,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@examples(30)
+@examples(10)
 @given(slices=st.lists(RANGES, min_size=1, max_size=5))
 def test_any_layers_are_copied_in_any_order(pair: Path, slices: Slices) -> None:
     """Left out, repeated, reordered: what is written is what copying by hand gives."""

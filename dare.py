@@ -334,11 +334,11 @@ def dare_sweep(
 # --help starts at once.
 COMMANDS: Final[Commands] = {
     "merge": ("merge models (default)", merge),
-    "analyze": ("show what models are like, and suggest settings", analyze),
+    "analyze": ("show the changes of each model, and suggest settings", analyze),
     "sweep": ("let an evaluation choose the settings", sweep),
     "verify": ("make a merged model again from its recipe, and compare", verify),
-    "pack": ("store what a drop rate leaves of a fine-tune, for merges", pack),
-    "extract": ("write what a fine-tune changed as a LoRA adapter", extract),
+    "pack": ("store a thinned fine-tune, for later merges", pack),
+    "extract": ("write the changes of a fine-tune as a LoRA adapter", extract),
     "convert": ("write a pickle, an adapter or an image model in another format", convert),
 }
 

@@ -21,7 +21,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if os.environ.pop("PYTHONDONTWRITEBYTECODE", None) and config.cache:
         # Programs are started hundreds of times, and would compile their modules each time.
         os.environ["PYTHONPYCACHEPREFIX"] = str(config.cache.mkdir("bytecode"))
-    support.THOROUGH = config.getoption("markexpr") != "not slow"
 
 
 @pytest.fixture(autouse=True)

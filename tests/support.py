@@ -47,7 +47,6 @@ METHODS: list[Config] = [
 ]
 POSIX = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals and processes")
 NAMES = ("base", "math", "code")
-THOROUGH = True  # whether slow tests are run, too
 WORD = np.uint64(0xFFFFFFFF)
 BUMPS = (0x9E3779B9, 0xBB67AE85)  # of the two words of Philox's key, in each round
 
@@ -58,13 +57,10 @@ def slow(*values: Any) -> Any:
 
 
 def examples(count: int) -> settings:
-    """How many examples Hypothesis makes up: a third of them where slow tests are left out.
-
-    Each may write and read files.
-    """
+    """How many examples Hypothesis makes up; each may write and read files."""
     usual = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.filter_too_much]
     return settings(
-        max_examples=count if THOROUGH else -(-count // 3),
+        max_examples=count,
         deadline=None,
         suppress_health_check=usual,
     )
@@ -149,7 +145,9 @@ def save_directory(folder: Path, tensors: Tensors, **config: Any) -> Path:
     return folder
 
 
-def save_sharded(folder: Path, tensors: Tensors, parts: list[list[str]], **extra: str) -> Path:
+def save_sharded(
+    folder: Path, tensors: Tensors, parts: list[list[str]], stem: str = "model", **extra: str
+) -> Path:
     """A model directory with a shard for each list of names, and an index.
 
     extra: entries that the index gets besides, or instead of, the true ones; dots are written
@@ -158,12 +156,12 @@ def save_sharded(folder: Path, tensors: Tensors, parts: list[list[str]], **extra
     folder.mkdir(parents=True, exist_ok=True)
     weight_map: dict[str, str] = {}
     for number, names in enumerate(parts, 1):
-        shard = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        shard = f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors"
         save_file({name: tensors[name] for name in names}, folder / shard, {"format": "pt"})
         weight_map |= dict.fromkeys(names, shard)
     weight_map |= {name.replace("__", "."): file for name, file in extra.items()}
     size = sum(tensor.nbytes for tensor in tensors.values())
-    (folder / INDEX).write_text(
+    (folder / f"{stem}.safetensors.index.json").write_text(
         json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map})
     )
     return folder

@@ -73,7 +73,7 @@ def write_all(folder: Path, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("adapted", [("base", "tuned"), slow(("base",)), slow(("tuned",))], ids=str)
 @pytest.mark.parametrize(
     ("dtype", "engine"),
-    [(BF16, "plain"), (F32, "numba"), (F64, "plain"), slow(F16, "numba"), slow(BF16, "numba")],
+    [(BF16, "plain"), (F64, "plain"), *(slow(dtype, "numba") for dtype in (F32, F16, BF16))],
     ids=str,
 )
 def test_a_model_with_an_adapter_is_the_model_that_they_give(
@@ -301,7 +301,7 @@ def test_other_commands_take_it_as_the_model_that_they_give(
     assert shown[0] == shown[1]
 
 
-@examples(60)
+@examples(20)
 @given(name=st.text("ab+./@", min_size=1, max_size=9))
 def test_any_name_is_one_path_or_two_or_has_more_than_one_plus(name: str) -> None:
     refused = pytest.raises(dare.ConfigError, match="one adapter on top, not several")

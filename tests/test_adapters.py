@@ -279,7 +279,7 @@ def test_what_did_not_change_is_not_in_it_and_what_is_no_matrix_may_be_left_out(
     ):
         run(*words, "--output", tmp_path / name, "--adapter-rest", rest)
         out, err = capsys.readouterr()
-        assert f"1 tensor that changed, and that no low rank holds, {said}: 'layers.0.norm" in err
+        assert f"1 tensor that no low rank can hold {said}: 'layers.0.norm" in err
         assert re.match(rf"rank 4 keeps .*\nextracted what .* changed into .*{name}: \d tens", out)
         assert not re.search("merged|dropped|seed", out)
     factors = {f"{PREFIX}layers.0.up.lora_{part}.weight" for part in "AB"}
@@ -553,7 +553,7 @@ def test_a_dry_run_says_what_a_rank_keeps(tmp_path: Path, rank: float) -> None:
 # --- products of a rank ---------------------------------------------------------------------------
 
 
-@examples(25)
+@examples(9)
 @given(
     st.integers(1, 300),
     st.integers(1, 300),

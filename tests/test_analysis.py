@@ -216,7 +216,7 @@ def check_conflicts(found: Any, deltas: np.ndarray) -> None:
         *(slow("numba", types) for types in [(F32, F32), (F16, BF16), (F64, F32)]),
     ],
 )
-@examples(8)
+@examples(3)
 @given(
     seed=st.integers(0, 10**6),
     count=st.integers(1, 4),

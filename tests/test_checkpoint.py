@@ -235,17 +235,17 @@ def test_a_tensor_of_another_shape_is_refused_with_the_ways_out(
         assert fits or "--mismatch overlap" not in error, "what would not help is not advised"
 
 
-# Rare types are merged by the plain engine, which gives the same bits, unless slow tests are asked
-# for.
-RARE = [(*types, {}) for types in ((F32, F32), (BF16, F32), (F32, BF16), (F16, BF16), (F64, F32))]
-RARE += [(F32, BF16, SETTINGS[2]), (BF16, BF16, {"dtype": "float32", "drop_rate": 0.5})]
+OVERLAPS = [
+    *((BF16, BF16, config) for config in SETTINGS),
+    *((*types, {}) for types in ((F32, F32), (BF16, F32), (F32, BF16), (F16, BF16), (F64, F32))),
+    (F32, BF16, SETTINGS[2]),
+    (BF16, BF16, {"dtype": "float32", "drop_rate": 0.5}),
+]
 
 
 @pytest.mark.parametrize(
     ("base_type", "model_type", "config", "engine"),
-    [(BF16, BF16, config, "numba") for config in SETTINGS]
-    + [(*case, "plain") for case in RARE]
-    + [slow(*case, "numba") for case in RARE],
+    [*((*case, "plain") for case in OVERLAPS), *(slow(*case, "numba") for case in OVERLAPS)],
     ids=str,
 )
 def test_overlap_merges_common_rows_and_keeps_the_bases_others(

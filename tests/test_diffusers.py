@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from tests.support import (
     POSIX,
     Capture,
+    Patch,
     Refusal,
     Tensors,
     assert_same,
@@ -20,6 +21,7 @@ from tests.support import (
     random_model,
     read_json,
     run,
+    save_sharded,
     snapshot,
 )
 
@@ -48,14 +50,8 @@ def put(folder: Path, tensors: Tensors, stem: str, shards: int = 1, **config: An
     (folder / "config.json").write_text(json.dumps(config))
     if shards == 1:
         save_file(tensors, folder / f"{stem}.safetensors", {"format": "pt"})
-        return
-    weight_map = {}
-    for k in range(shards):
-        names = list(tensors)[k::shards]
-        file = f"{stem}-{k + 1:05d}-of-{shards:05d}.safetensors"
-        save_file({name: tensors[name] for name in names}, folder / file, {"format": "pt"})
-        weight_map |= dict.fromkeys(names, file)
-    (folder / f"{stem}.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    else:
+        save_sharded(folder, tensors, [[*tensors][k::shards] for k in range(shards)], stem)
 
 
 def put_pipeline(folder: Path, parts: dict[str, Tensors], shards: int = 1) -> Path:
@@ -268,29 +264,35 @@ def test_components_are_merged_that_are_asked_for(
     assert contents(out) == contents(tmp_path / "toml")
 
 
+@pytest.mark.parametrize(
+    ("folder", "flags", "words"),
+    [
+        ("", "-o out --components vea", ["'vea'", "no component", "did you mean vae?"]),
+        ("unet", "-o out --components unet", ["is no pipeline", "leave"]),
+        ("", "-o out.safetensors", ["one file", "name a directory"]),
+        ("", "-o out --adapter-rank 4", ["one of its folders", "'unet'"]),
+        ("other", "-o out", ["none of the components", "'vae'", "--components NAME"]),
+        ("alone", "-o out", ["--components vae"]),
+    ],
+    ids=str,
+)
 def test_components_that_cannot_be_merged_are_named(
-    pipelines: list[Path], tmp_path: Path, refused: Refusal
+    pipelines: list[Path],
+    tmp_path: Path,
+    refused: Refusal,
+    monkeypatch: Patch,
+    folder: str,
+    flags: str,
+    words: list[str],
 ) -> None:
-    out = ("-o", tmp_path / "out")
-    two = models(pipelines[:2])
-    refused(2, ["'vea'", "no component", "did you mean vae?"], *two, *out, "--components", "vea")
-    parts = [path / "unet" for path in pipelines[:2]]
-    refused(2, ["is no pipeline", "leave"], *models(parts), *out, "--components", "unet")
-    refused(2, ["one file", "name a directory"], *two, "-o", tmp_path / "out.safetensors")
-    refused(2, ["one of its folders", "'unet'"], *two, *out, "--adapter-rank", "4")
-    for path in pipelines[:2]:
+    monkeypatch.chdir(tmp_path)
+    pair = [path / folder if folder == "unet" else path for path in pipelines[:2]]
+    if folder == "alone":
+        pair[1] = put_pipeline(tmp_path / folder, {"vae": make_parts(1)["vae"]})
+    for path in pair if folder == "other" else []:
         for name in ("unet", "text_encoder"):
             (path / name).rename(path / f"other_{name}")
-    refused(2, ["none of the components", "'vae'", "--components NAME"], *two, *out)
-
-
-def test_a_model_of_which_nothing_is_merged_is_refused(
-    pipelines: list[Path], tmp_path: Path, refused: Refusal
-) -> None:
-    words = ("-b", pipelines[0], "-o", tmp_path / "out", "--engine=plain")
-    alone = tmp_path / "alone"
-    put_pipeline(alone, {"vae": make_parts(1)["vae"]})
-    refused(2, "--components vae", "-m", alone, *words)
+    refused(2, words, *models(pair), *flags.split())
 
 
 def test_what_a_fine_tune_lacks_is_unchanged(tmp_path: Path, capsys: Capture) -> None:

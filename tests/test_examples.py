@@ -1,56 +1,33 @@
-"""What ships beside the tool: the experiment on quality, the benchmark, and what the documents
-show."""
+"""What ships beside the tool: the documents, and the short examples."""
 
-import importlib
-import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stderr, redirect_stdout
-from io import StringIO
 from pathlib import Path
-from statistics import fmean, median
-from typing import Any
 
 import pytest
 
 import dare
-from darelib.commands.analyze import advice
-from tests.support import HERE, Patch, read_json, snapshot
-
-sys.path.insert(0, str(HERE / "examples"))
-
-import benchmark
-import benchmark_report
-import quality_report
+from tests.support import HERE, Patch, snapshot
 
 EXAMPLES = HERE / "examples"
-MEASURED = ("median time", "peak memory")
-STORED = EXAMPLES / "results" / "benchmark.json"
-QUALITY: dict[str, Any] = json.loads((EXAMPLES / "results" / "quality.json").read_text())
 TEXTS = {
     path: path.read_text() for path in (HERE / "README.md", *sorted((HERE / "docs").glob("*.md")))
 }
-README = TEXTS[HERE / "README.md"]
-EVIDENCE = TEXTS[HERE / "docs" / "evidence.md"]
-ROLES = ("this tool", "mergekit", "torch script")
-MERGES = quality_report.list_merges(QUALITY)
-AVERAGE = quality_report.REFERENCE
-CASE = advice.CASES["whole"]
-START = f"{CASE.method}, lambda {CASE.lambda_coeff:g}"
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def run_example(name: str, *arguments: str | Path) -> str:
     words = [sys.executable, str(EXAMPLES / f"{name}.py"), *map(str, arguments)]
     return subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=600, check=True).stdout
+
+
+def test_the_map_of_the_house_names_every_file() -> None:
+    text = TEXTS[HERE / "docs" / "contributing.md"]
+    rooms = re.findall(r"^\| \d+ \| `(\w+)/` \| (.*) \|$", text, re.MULTILINE)
+    named = {f"{room}/{name}" for room, row in rooms for name in re.findall(r"`([\w/]+)`", row)}
+    house = HERE / "darelib"
+    files = [path for path in house.glob("*/**/*.py") if path.name != "__init__.py"]
+    assert named == {path.relative_to(house).with_suffix("").as_posix() for path in files}
 
 
 def test_every_link_in_the_documents_leads_somewhere() -> None:
@@ -74,339 +51,11 @@ def test_the_tests_that_prove_the_promises_exist() -> None:
     assert [name for name in named if f"def {name}(" not in code] == []
 
 
-def test_the_figures_in_the_documents_are_those_of_the_stored_results() -> None:
-    results = read_json(STORED)
-    printed = run_example("benchmark", "--report", STORED)
-    blocks = [block for section in results.values() for block in benchmark_report.tell(section)]
-    blocks.append(benchmark_report.project(results))
-    assert [block for block in blocks if block not in printed or block not in EVIDENCE] == []
-    outcomes = results["files"]["outcomes"]
-    largest = max(outcomes, key=lambda outcome: outcome["point"]["parameters"])
-    kits = [
-        (benchmark_report.ratio(outcome, "mergekit"), outcome)
-        for outcome in outcomes
-        if outcome["point"]["method"] != "slerp" and "mergekit" in outcome["figures"]
-    ]
-    cached = [ratio for ratio, each in kits if not each["point"]["cold"] and each is not largest]
-
-    def show(outcome: Any, role: str) -> list[float]:
-        return [benchmark_report.value(outcome, role, each) for each in MEASURED]
-
-    tool, kit, script = (show(outcomes[0], role) for role in ROLES)
-    great, great_kit, great_script = (show(largest, role) for role in ROLES)
-    claims = [
-        f"{min(cached):.0f} to {max(cached):.0f} times as fast as mergekit's DARE",
-        f"({min(ratio for ratio, _ in kits):.0f} and more where one waits for the disk)",
-        f"| **{tool[0]:.1f} s** | {kit[0]:.1f} s | {script[0]:.1f} s |",
-        f"| memory for it | **{tool[1]:.0f} MiB** | {kit[1] / 1024:.1f} GiB |",
-        f"{kit[1] / 1024:.1f} GiB | {script[1] / 1024:.1f} GiB |",
-        f"| **{great[0]:.0f} s, {great[1]:.0f} MiB** | "
-        f"{great_kit[0]:.0f} s, {great_kit[1] / 1024:.0f} GiB |",
-        f"| {great_script[0]:.0f} s, {great_script[1] / 1024:.0f} GiB |",
-    ]
-    for gpu in results.get("gpu", {}).get("outcomes", [])[:1]:
-        copies = benchmark_report.ratio(gpu, "linear")
-        taken = 1000 * benchmark_report.value(gpu, "linear")
-        claims.append(f"in {taken:.1f} ms, {copies:.1f} times what a copy takes")
-    assert [claim for claim in claims if claim not in README] == []
-
-
-def test_the_experiment_in_the_documents_is_the_stored_one() -> None:
-    report = quality_report
-    tables = [report.scores, report.networks, report.elsewhere, report.packed, report.cliffs]
-    shown = [table(QUALITY) for table in tables]
-    shown += [report.ranking(QUALITY, searched) for searched in (True, False)]
-    shown += report.lambdas(QUALITY)
-    assert [table for table in shown if table not in EVIDENCE] == []
-    assert max(record["parameters"] for record in QUALITY["units"].values()) == pytest.approx(
-        advice.LARGEST_TRIED, rel=0.01
-    )
-
-
-def differ(name: str, other: str, keep: Callable[[Any], bool] = lambda merge: True) -> float:
-    """How many points a way is ahead of another: the mean of rounds, of merges that have both."""
-    rounds: dict[str, list[float]] = {}
-    for merge in filter(keep, MERGES):
-        if {name, other} <= merge.arms.keys():
-            ahead = quality_report.score(merge, name) - quality_report.score(merge, other)
-            rounds.setdefault(merge.record["round"], []).append(ahead)
-    return fmean(map(fmean, rounds.values()))
-
-
-def test_what_is_said_of_the_experiment_can_be_told_from_chance() -> None:
-    everywhere = quality_report.EVERYWHERE
-    ranked = quality_report.compare(QUALITY, True)
-    better = {each.name for each in ranked if "better" in map(each.verdict, each.rounds)}
-    assert {name.split()[0] for name in better} == {CASE.method}, "nothing else"
-    starts = {each.name: each for each in quality_report.compare(QUALITY, False)}
-    assert starts[START].verdict(everywhere) == "better"
-    wudi = ranked[0]
-    assert wudi.name == CASE.method
-    cells = [cell for cell in wudi.rounds if cell[1] == 8]
-    assert {wudi.verdict(cell) for cell in [everywhere, *cells]} == {"better"}
-    dropped = [name for name in quality_report.list_names(MERGES, True) if " + DARE" in name]
-    assert len(dropped) > 10
-    assert all(differ(name, name.partition(" + DARE")[0]) < 0 for name in dropped), "no gain"
-
-
-def test_the_figures_of_the_experiment_in_texts_are_those_of_its_results() -> None:
-    words = {
-        "advice": " ".join(map(str, vars(advice).values())),
-        **{path.stem: " ".join(text.split()) for path, text in TEXTS.items()},
-    }
-    half = " + DARE 0.5"
-    most = " + DARE 0.9"
-
-    def is_transformer(merge: Any) -> bool:
-        return bool(merge.family != "digits")
-
-    def has_halves(merge: Any) -> bool:
-        return AVERAGE + half in merge.arms
-
-    def count_skills(count: int) -> Callable[[Any], bool]:
-        return lambda merge: merge.skills == count and is_transformer(merge)
-
-    def is_large(merge: Any) -> bool:
-        return bool(merge.record["parameters"] > 14e6)
-
-    def score(name: str) -> str:
-        """Of the largest networks that were trained more than once, with all skills."""
-        own = [m for m in MERGES if (m.unit, m.skills) == ("chars/1024", 8)]
-        return f"{fmean(quality_report.score(merge, name) for merge in own):.1f}%"
-
-    def tell(name: str, other: str = AVERAGE, keep: Callable[[Any], bool] = bool) -> str:
-        return f"{abs(differ(name, other, keep)):.1f}"
-
-    leads = [quality_report.lead(merge, "wudi") for merge in MERGES]
-    by_skills = [tell("wudi", keep=count_skills(count)) for count in (2, 3, 8)]
-    packed = [tell("wudi" + drop, AVERAGE + drop) for drop in (half, most)]
-    lambdas: dict[tuple[str, int], list[float]] = {}
-    for merge in MERGES:
-        lambdas.setdefault((merge.unit, merge.skills), []).append(merge.arms["wudi"][2])
-    medians = [median(chosen) for chosen in lambdas.values()]
-    claims = {
-        f"{tell('wudi')} points ahead": "advice evidence",
-        f"{tell('wudi')} percentage points": "README",
-        f"{tell('wudi', keep=is_transformer)} on transformers": "advice README",
-        "{}, {} and {} with 2, 3 and 8 skills".format(*by_skills): "evidence",
-        f"{sum(points > 0 for points in leads)} of {len(leads)} merges": "evidence",
-        f"{len(QUALITY['units'])} trainings": "evidence README",
-        f"{tell(START)} points ahead": "evidence README",
-        f"{tell(START, keep=is_transformer)} on transformers": "README",
-        f"{tell(AVERAGE + ', lambda 1')} points behind its own best": "README",
-        f"{tell('wudi', START)} points for `wudi`": "evidence",
-        f"{tell(START, AVERAGE + ', lambda 1.5')} ahead of it": "evidence",
-        f"{tell(AVERAGE + most + ', lambda 1')} points behind": "README",
-        f"`wudi` {tell('wudi' + half, 'wudi', has_halves)}": "evidence",
-        f"wudi lost {tell('wudi' + half, 'wudi', has_halves)}": "advice",
-        f"{tell('wudi' + half, 'wudi', has_halves)} points at 0.5": "guide",
-        f"{tell(AVERAGE + half)} points": "evidence README",
-        f"linear {tell(AVERAGE + half)}": "advice",
-        f"{tell(AVERAGE + most)} and {tell('wudi' + most, 'wudi')}": "evidence",
-        f"{tell(AVERAGE + most)} when 90%": "README",
-        f"{tell('wudi' + most, 'wudi')} at 0.9": "guide",
-        f"{tell(AVERAGE + most, keep=is_large)} and "
-        f"{tell('wudi' + most, 'wudi', is_large)}": "evidence",
-        "by {} points at 0.5 and {} at 0.9".format(*packed): "advice",
-        f"from {min(medians):g} to {max(medians):g} by network": "advice",
-        f"1 was {-differ('wudi' + half + ', lambda 1', AVERAGE):.0f} points behind": "advice",
-        f"and {-differ('wudi' + most + ', lambda 1', AVERAGE):.0f} at 0.9": "advice",
-        score("wudi"): "evidence README",
-        score(AVERAGE): "evidence README",
-        score("wudi" + most): "evidence README",
-        score("wudi" + half): "evidence",
-        score(AVERAGE + ", lambda 1"): "evidence README",
-        **{
-            f"| {differ(name, AVERAGE):+.1f}": "README"
-            for name in ("wudi", "ram", "ties", "model stock")
-        },
-    }
-    missing = [
-        (claim, where)
-        for claim, places in claims.items()
-        for where in places.split()
-        if claim not in words[where]
-    ]
-    assert missing == []
-
-
-def run(module: Any, words: str) -> str:
-    """Call the main function of a script as the command line does: its status and what it printed,
-    less times."""
-    with Patch.context() as patch, redirect_stdout(StringIO()) as printed, redirect_stderr(printed):
-        patch.setattr(sys, "argv", [module.__name__, *words.split()])
-        with pytest.raises(SystemExit) as end:
-            sys.exit(module.main())
-    return re.sub(r"[\d.]+ s\b", "? s", f"{end.value.code}\n{printed.getvalue()}")
-
-
-@pytest.fixture(scope="module")
-def quality() -> Any:
-    """The experiment, as small as can be: what is learned does not matter here.
-
-    It takes seconds to import.
-    """
-    pytest.importorskip("sklearn")
-    module: Any = importlib.import_module("quality")
-    recipe = (3, 1e-2, 8)
-    few = ("task arithmetic", "wudi", "wudi + DARE 0.9")
-    chars = module.Unit("chars", 4, 1, recipe, recipe, 2, (1.0, 2.0), (2, 4), ways=few)
-    units = (
-        chars,
-        chars._replace(family="lora", trainings=1, merged=(2,), rank=2),
-        chars._replace(family="contexts", trainings=1, merged=(2, 3)),
-        module.Unit("digits", 4, 2, recipe, recipe, 1, (1.0, 2.0), (2, 3)),
-    )
-    module.QUICK = module.QUICK._replace(units=units, rates=(0.0, 0.9))
-    return module
-
-
 @pytest.mark.slow
-def test_an_experiment_goes_on_where_it_was_stopped_and_a_report_trains_nothing(
-    quality: Any, monkeypatch: Patch
+def test_the_advice_merges_the_example_to_what_the_readme_says(
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(quality, "ProcessPoolExecutor", lambda **_: ThreadPoolExecutor(1))
-    whole = run(quality, "--quick --out whole.json")
-    printed = run(quality, "--report whole.json --plot picture.png")
-    assert printed == re.sub(r"(?m)^.*is (trained|measured).*\n", "", whole)
-    assert Path("picture.png").stat().st_size > 10_000
-    results = json.loads(Path("whole.json").read_text())
-    names = "chars/4/0 chars/4/1 lora/4/0 contexts/4/0 digits/4/0"
-    assert results["units"].keys() == set(names.split())
-    assert "| chars, 2 / 4 skills | lora, 2 skills | contexts, 2 / 3 skills |" in printed
-    assert re.search(r"(?m)^\| slerp \| - \| - / - \| - \| - / - \| [+-]\S+ / - \|$", printed)
-    lost = results["units"].pop("chars/4/1")
-    Path("whole.json").write_text(json.dumps(results))
-    assert run(quality, "--quick --out whole.json").count("is measured") == 1
-    again = json.loads(Path("whole.json").read_text())["units"]["chars/4/1"]
-    assert {**again, "seconds": 0} == {**lost, "seconds": 0}
-
-
-@pytest.mark.slow
-def test_what_is_chosen_never_sees_test_data_or_test_masks(
-    quality: Any, monkeypatch: Patch
-) -> None:
-    calls: list[tuple[str, float]] = []
-    seeds: list[int] = []
-    real = quality.dare_merge
-
-    def score(state: Any, skills: Any, part: str) -> float:
-        calls.append((part, round(float(state["w"].mean()), 1)))
-        return -abs(calls[-1][1] - 1.1)
-
-    def merge(*given: Any) -> Any:
-        seeds.append(given[2].seed)
-        return real(*given)
-
-    lab = quality.Lab.__new__(quality.Lab)
-    lab.unit = quality.QUICK.units[0]._replace(lambdas=(0.5, 1.0, 2.0))
-    lab.training = 1
-    lab.base = {"w": quality.torch.zeros(6400)}
-    lab.experts = {skill: {"w": quality.torch.ones(6400)} for skill in "abc"}
-    monkeypatch.setattr(lab, "score", score)
-    monkeypatch.setattr(lab, "measure_elsewhere", lambda _: 0.5)
-    monkeypatch.setattr(quality, "dare_merge", merge)
-    found = lab.search("abc", quality.WAYS["task arithmetic + DARE 0.5"], 3)
-    tried = [("validation", scale) for scale in (0.5, 1.0, 2.0) for _ in range(3)]
-    assert calls == [*tried, *[("test", 1.0)] * 3], "what is chosen is chosen before"
-    assert (found.elsewhere, found.searched) == (0.5, 1.0)
-    drawn = [{seed + i for seed in part for i in range(3)} for part in (seeds[:9], seeds[9:])]
-    assert [len(masks) for masks in drawn] == [9, 9], "three models, three masks each"
-    assert not drawn[0] & drawn[1]
-
-
-def make_results(gains: dict[str, float], trainings: int = 9) -> dict[str, Any]:
-    """What an experiment might have found: ways that are so much better than the reference, more or
-    less."""
-    units = {}
-    for k in range(trainings):
-        noise = 0.001 * (2 * k % 9 - 4)
-        arms = {name: [0.5 + gain + noise, 2.0 + gain, 1.5] for name, gain in gains.items()}
-        pair = {quality_report.REFERENCE: [0.5, 2.0, 1.5], **arms}
-        three = {name: found for name, found in pair.items() if name != "slerp"}
-        units[f"chars/64/{k}"] = {
-            "machine": "a machine",
-            "parameters": 10,
-            "base": 0.1,
-            "elsewhere": {"base": 1.5, "fine-tunes": 1.75},
-            "curves": {"DARE": [0.9, 0.5]},
-            "merges": {"a + b": pair, "a + b + c": three},
-        }
-    return {"seconds": 1.0, "rates": [0.0, 0.9], "units": units}
-
-
-def test_verdicts_of_the_experiment_come_out_each_way() -> None:
-    gains = {"ties": -0.1, "ram": 0.1, "karcher": 0.0, "slerp": 0.2}
-    compared = quality_report.compare(make_results(gains), True)
-    everywhere = quality_report.EVERYWHERE
-    verdicts = {each.name: each.verdict(everywhere) for each in compared[:-1]}
-    assert verdicts == {"ram": "better", "karcher": "cannot be told", "ties": "worse"}
-    assert list(verdicts) == ["ram", "karcher", "ties"], "the best first"
-    assert compared[-1].name == "slerp", "of pairs alone: no mean over all"
-    assert compared[-1].rounds.keys() == {("chars", 2)}
-    assert quality_report.ranking(make_results(gains), True).splitlines()[2:] == [
-        "| ram | **+10.0** | **+10.0** / **+10.0** |",
-        "| karcher | +0.0 | +0.0 / +0.0 |",
-        "| ties | **-10.0** | **-10.0** / **-10.0** |",
-        "| slerp | - | **+20.0** / - |",
-    ]
-    chances = [compared[0].p[place] for place in (everywhere, ("chars", 2))]
-    alone = quality_report.probability(compared[0].rounds[everywhere])
-    ratios = [p / alone for p in chances]
-    assert ratios == pytest.approx([3, 6]), "of three; of seven, slerp first"
-    once = quality_report.compare(make_results(gains, 1), True)
-    assert {p for each in once for p in each.p.values()} == {1.0}
-    assert quality_report.correct([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
-    found = [quality_report.probability(values) for values in ([0.1, 0.2, -0.05], [1.0, 2.0, 2.5])]
-    assert found == pytest.approx([0.37005921165, 0.05327073759]), (
-        "what scipy.stats.ttest_1samp gives"
-    )
-    assert {quality_report.probability(values) for values in ([0.0] * 3, [1.0] * 2)} == {1}
-
-
-def test_a_round_is_a_mean_over_networks_that_were_tried_with_a_way() -> None:
-    results = make_results({"ram": 0.1, "wudi": 0.1}, 3)
-    larger = make_results({"wudi": 0.2}, 2)["units"]
-    for name, record in larger.items():
-        results["units"][name.replace("64", "256")] = {**record, "parameters": 20}
-    found = {each.name: each for each in quality_report.compare(results, True)}
-    assert found["ram"].rounds["chars", 2] == pytest.approx([9.6, 9.8, 10.0])
-    assert found["wudi"].rounds["chars", 2] == pytest.approx([14.6, 14.8, 10.0])
-    printed = quality_report.report(results)
-    assert "| chars, 0.01 k | 10 | 3 | 10.0 | 90.0 | 50.0 / 50.0 |" in printed
-    assert "| chars, 0.02 k | 1.5 / 1.5 | - / - | 1.5 / 1.5 |" in printed, "lambdas"
-    assert "| chars, 0.02 k | 9 ± 0 |" in printed, "95% of the gain is kept up to a rate of 0.09"
-    quality_report.draw(results, Path("picture.png"))
-    assert 10_000 < Path("picture.png").stat().st_size < 200_000
-
-
-@pytest.mark.slow
-def test_a_small_benchmark_runs_and_compares(monkeypatch: Patch) -> None:
-    small = {"files": [benchmark.Point(200_000), benchmark.Point(200_000, "ties")]}
-    names = ("drops", "packed", "matrices", "adapters", "extraction", "analysis", "gpu", "threads")
-    small |= {name: benchmark.SECTIONS[name] for name in names}
-    monkeypatch.setattr(benchmark, "SECTIONS", small)
-    printed = run(benchmark, "--whole --parameters 2e5 --repeat 1 --json f.json --plot f.png")
-    assert run(benchmark, "--report f.json") == re.sub(r"(?m)^(run \d|[a-z]+:) .*\n", "", printed)
-    Path("dare.py").write_text("raise SystemExit('broken on purpose')")
-    usual = "--parameters 2e5 --repeat 1"
-    for words, pattern in (
-        (None, r"\| ties \| \? s .* \(\d+\.\d x\) \|.* \|$"),
-        (None, r"\| magnitude, .*\? s"),
-        (None, r".*error 0\.\d{3}"),
-        (None, r"\| cold \| \? s \| \? s \(.* x\) \| \? s \(.* x, 0 MB\)"),
-        (f"{usual} --method analyze", r"\| torch script \| 1 \|"),
-        (f"--gpu --only threads {usual}", r"\| ties \| [\d.?]+ m?s"),
-        (f"{usual} --against {HERE}", r"\| this checkout / the other \|  \| \d"),
-        (f"{usual} --against .", r".*ended with status 1\nbroken on purpose"),
-    ):
-        text = run(benchmark, words) if words else printed
-        assert re.search(f"(?m)^{pattern}", text), pattern
-        assert text[0] == ("1" if "broken" in pattern else "0")
-
-
-@pytest.mark.slow
-def test_the_advice_merges_the_example_to_what_the_readme_says(folder: Path) -> None:
+    monkeypatch.chdir(tmp_path)
     given = ["--config", str(HERE / "merge_config.toml"), "-q", "--output"]
     for words in (
         [*given, "plain.safetensors"],
@@ -415,22 +64,11 @@ def test_the_advice_merges_the_example_to_what_the_readme_says(folder: Path) -> 
     ):
         assert dare.main(words) == 0
     scores = [
-        run_example("evaluate", folder / f"{name}.safetensors").split()[-1]
+        run_example("evaluate", tmp_path / f"{name}.safetensors").split()[-1]
         for name in ("advised", "plain")
     ]
-    readme = " ".join(README.split())
+    readme = " ".join(TEXTS[HERE / "README.md"].split())
     assert "That merges the example to {}, where the defaults gave {}.".format(*scores) in readme
-
-
-@pytest.mark.slow
-def test_the_stored_results_are_of_the_experiment_as_it_is(quality: Any) -> None:
-    settings = quality.Settings()
-    wanted = {
-        f"{unit}/{k}": quality.describe(unit, settings)
-        for unit in settings.units
-        for k in range(unit.trainings)
-    }
-    assert {name: record["settings"] for name, record in QUALITY["units"].items()} == wanted
 
 
 @pytest.mark.slow

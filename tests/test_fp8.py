@@ -176,7 +176,7 @@ def test_a_merge_is_what_torch_makes_of_it(
 
 @pytest.mark.parametrize(
     ("job", "chunk", "threads", "engine"),
-    [(8192, 1024, 3, "numba"), (1024, 1024, 2, "plain"), (4096, 4096, 1, "plain")],
+    [slow(8192, 1024, 3, "numba"), (1024, 1024, 2, "plain"), (4096, 4096, 1, "plain")],
 )
 @pytest.mark.parametrize("kind", USUAL)
 @pytest.mark.parametrize(

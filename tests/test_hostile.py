@@ -135,7 +135,7 @@ def answer(capsys: Capture) -> Answer:
     return run
 
 
-@examples(40)
+@examples(14)
 @given(
     index=ODD_VALUES | st.fixed_dictionaries({"weight_map": ODD_VALUES}),
     tensor=st.sampled_from(["layer.weight", "layer.bias", "other"]) | ODD_TEXTS,
@@ -204,7 +204,7 @@ ADAPTER_NAMES = st.tuples(
 SHAPES = st.sampled_from([(2, 3), (4, 2), (2,), (), (0, 0), (2, 0), (4, 3), (2, 3, 1, 1)])
 
 
-@examples(80)
+@examples(27)
 @given(
     text=one_or_some(ADAPTER_KEYS, ODD_VALUES).map(
         lambda table: json.dumps(GOOD_ADAPTER | table).encode()
@@ -239,7 +239,7 @@ KOHYA_NAMES = st.tuples(
 VALUES = st.sampled_from([torch.float32, torch.float16, torch.int64, torch.uint8, torch.bool])
 
 
-@examples(60)
+@examples(20)
 @given(tensors=st.dictionaries(KOHYA_NAMES.filter(bool), st.tuples(SHAPES, VALUES), max_size=5))
 def test_any_lora_file_is_answered(small: Paths, answer: Answer, tensors: Any) -> None:
     whole = {
@@ -291,7 +291,7 @@ PLAIN = {
 }
 
 
-@examples(100)
+@examples(34)
 @given(
     text=CONFIGS | damaged(tomli_w.dumps(PLAIN).encode()) | st.binary(max_size=30),
     folder=st.booleans(),
@@ -342,7 +342,7 @@ def test_a_rule_given_by_a_flag_cannot_break_the_command(
     assert answer("-b", small[0], "-m", small[1], "--rule", rule, output=output) == 2
 
 
-@examples(60)
+@examples(20)
 @given(data=st.data())
 def test_any_recipe_in_a_merged_file_is_answered(
     small: Paths, answer: Answer, data: st.DataObject
@@ -416,7 +416,7 @@ TOKENS = {
 }
 
 
-@examples(25)
+@examples(9)
 @given(
     table=ODD_VALUES
     | st.fixed_dictionaries({}, optional=TOKENS)

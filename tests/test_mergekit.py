@@ -28,6 +28,7 @@ from tests.support import (
 )
 
 pytest.importorskip("mergekit")
+pytestmark = pytest.mark.slow  # mergekit is not there in the default suite
 
 UNEVEN = [0.3, -0.7, 1.1]
 HIDDEN, MLP, VOCABULARY = 32, 64, 48

@@ -65,7 +65,7 @@ VARIATIONS: list[Config] = [
 # Each combination of types is a kernel to compile, so the usual run has one.
 TYPES = [("numba", BF16), ("plain", F32), ("plain", F64)]
 SLOW = [pytest.param("numba", dtype, marks=pytest.mark.slow) for dtype in (F16, F32, F64)]
-few = examples(40)
+few = examples(14)
 
 
 def units(*sizes: float, count: int = 5000, name: str = "w") -> list[dict[str, torch.Tensor]]:

@@ -80,7 +80,7 @@ WRONG = {
     ),
     "a crash": (
         "{0} {{ store volatile i32 1, ptr inttoptr (i64 8 to ptr) ret i32 0 }}",
-        "its compiler, or what that made, crashed with status ",
+        "its compiler, or compiled code, crashed with status ",
     ),
 }
 # A compiler that makes the same of any function, and counts how often it is started.
@@ -183,7 +183,7 @@ def test_kernels_of_mixed_types_are_proved(types: tuple[str, str, str]) -> None:
 # --- small merges ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("missing", ["numba", "llvmlite"])
+@pytest.mark.parametrize("missing", ["numba", slow("llvmlite")])
 def test_a_small_merge_needs_no_compiler_and_a_large_one_says_that_there_is_none(
     missing: str, merge: Merge, library: Path, tmp_path: Path
 ) -> None:
@@ -249,7 +249,8 @@ def test_kernels_are_compiled_once_and_damaged_ones_again(stored: Path, pack: Me
 
 
 @POSIX
-@pytest.mark.parametrize("whose", ["folder", slow("file"), slow("user")])
+@SLOW
+@pytest.mark.parametrize("whose", ["folder", "file", "user"])
 def test_a_kernel_that_somebody_else_may_have_written_is_not_run(
     whose: str, stored: Path, pack: Merge, tmp_path: Path
 ) -> None:
@@ -288,6 +289,7 @@ def test_a_folder_for_kernels_that_cannot_be_written_only_costs_time(
     assert not (tmp_path / "somewhere").exists(), "the working directory is no place for code"
 
 
+@SLOW
 def test_kernels_depend_on_all_that_is_compiled_in_and_on_nothing_else(tmp_path: Path) -> None:
     house = copy_house(tmp_path)
     say = "from darelib.kernels import objects; print(objects.identify())"

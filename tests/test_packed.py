@@ -100,7 +100,7 @@ def compare(paths: list[Path], packed: list[Path], **config: Any) -> None:
 # --- a merge of packed models is a merge of the models --------------------------------------------
 
 
-@pytest.mark.parametrize("engine", ["numba", "plain"])
+@pytest.mark.parametrize("engine", [pytest.param("numba", marks=pytest.mark.slow), "plain"])
 @pytest.mark.parametrize("config", METHODS, ids=lambda config: "-".join(map(str, config.values())))
 @pytest.mark.parametrize(
     "dtype",
@@ -121,7 +121,7 @@ def test_every_method_gives_the_bits_of_the_originals(
         )  # one of them packed
 
 
-@examples(40)
+@examples(14)
 @given(data=st.data())
 def test_any_types_shapes_rates_seeds_and_methods_give_the_bits_of_the_originals(
     tmp_path: Path, data: Any

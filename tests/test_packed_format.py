@@ -180,7 +180,7 @@ JSON = st.recursive(
 )
 
 
-@examples(60)
+@examples(20)
 @given(value=JSON, place=st.sampled_from(PLACES))
 def test_any_other_value_is_refused_or_means_the_same(
     tmp_path: Path, value: Any, place: str

@@ -28,6 +28,7 @@ from tests.support import (
     random_model,
     save_directories,
     save_directory,
+    slow,
     tune,
 )
 
@@ -148,7 +149,7 @@ def test_parts_that_run_at_the_same_time_and_one_that_is_killed(
 
 @POSIX
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("flags", ["--part 1/3", "--part 2/3", "--resume", ""])
+@pytest.mark.parametrize("flags", ["--part 1/3", *map(slow, ("--part 2/3", "--resume", ""))])
 def test_a_part_that_was_killed_when_it_began_is_no_obstacle(
     tmp_path: Path, whole: Contents, run: Run, flags: str, when: str
 ) -> None:

@@ -91,7 +91,7 @@ def count_open_files() -> int:
 
 
 ALWAYS = [
-    *(("file", call, False) for call in ("open", "pwrite", "fsync", "rename", "unlink")),
+    *(("file", call, False) for call in ("open", "pwrite", "rename")),
     *(("directory", "rmdir", False), ("directory", "rename", True)),
 ]
 CASES = itertools.product(("file", "directory"), CALLS, (False, True))
@@ -613,12 +613,9 @@ def test_files_of_an_unfinished_merge_that_are_not_as_they_were_are_made_again(
     scene.check("--resume", words="cannot be continued")
 
 
-@pytest.mark.parametrize("flags", [[], ["--resume", "--verbose"]], ids=["merge", "resume"])
-def test_an_unfinished_merge_is_named_and_removed_without_resume_and_begun_where_there_is_none(
-    tmp_path: Path, flags: list[str]
+def test_with_resume_a_merge_is_begun_where_there_is_none_and_what_is_replaced_is_said(
+    tmp_path: Path,
 ) -> None:
     scene = Scene(tmp_path, "file")
-    if not flags:
-        scene.interrupt(4)
-    scene.check(*flags, words="no unfinished merge" if flags else str(scene.partial))
-    assert ("replaces " in scene.printed) == bool(flags), "what is replaced is said"
+    scene.check("--resume", "--verbose", words="no unfinished merge")
+    assert "replaces " in scene.printed

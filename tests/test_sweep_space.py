@@ -198,7 +198,7 @@ def axes(names: Sequence[str]) -> st.SearchStrategy[dict[str, Any]]:
     )
 
 
-@examples(150)
+@examples(50)
 @given(axes(SWEEP_SETTINGS), st.none() | axes(RULE_SETTINGS), CONFIGS, st.integers(0, 999))
 def test_whatever_is_chosen_can_be_merged_or_is_refused(
     space: Any, rule: Any, given: Any, seed: int

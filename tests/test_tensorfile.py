@@ -411,7 +411,7 @@ def assert_agreement(path: Path, content: bytes) -> None:
     assert (ours, file.metadata) == read_by_the_library(path)
 
 
-@examples(300)
+@examples(100)
 @given(content=ANY_FILE)
 def test_any_file_is_read_as_the_library_reads_it(tmp_path: Path, content: bytes) -> None:
     assert_agreement(tmp_path / "file.safetensors", content)

@@ -80,7 +80,7 @@ def make_merged(folder: Path, kind: str, *flags: str, **options: Any) -> Scene:
 
 
 @pytest.mark.parametrize(
-    ("kind", "step"), [("file", 23), ("directory", 251), slow("file", 1), slow("directory", 3)]
+    ("kind", "step"), [("file", 23), ("directory", 1009), slow("file", 1), slow("directory", 3)]
 )
 def test_a_flipped_bit_is_found_anywhere(
     tmp_path: Path, monkeypatch: Any, verify: Any, kind: str, step: int

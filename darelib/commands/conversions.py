@@ -137,7 +137,7 @@ def _name_for_peft(adapter: Checkpoint, base: Checkpoint) -> tuple[Contents, dic
         if not product or product.transposed or product.magnitudes:
             raise DareError(
                 f"{name!r} of {adapter.name!r} is DoRA, of a layer of GPT-2, or has other names "
-                "in this base, for which there is no place in what it would become",
+                "in this base, and the other format cannot hold that",
                 "merge it as it is",
             )
         if info.shape != shape:
@@ -202,8 +202,8 @@ def convert_to_original(old: Source, new: Path) -> tuple[int, list[str]]:
         if tensors.keys() <= model.tensors.keys():
             raise ConfigError(
                 f"{old.name!r} has the names of original files already",
-                "a directory of diffusers has settings that no file of weights has: give one of "
-                "the same kind as --base MODEL, and the result is that with these weights",
+                "a directory of diffusers also needs settings: give one of the same kind as "
+                "--base MODEL, and NEW gets these weights and its settings",
             )
         used = count_used(tensors.values())
         left_out = [name for name, info in model.tensors.items() if id(info) not in used]
@@ -275,7 +275,7 @@ def find_pickles(path: Path) -> list[Path]:
         if not inside:
             raise DareError(
                 f"{str(path)!r} has neither of {', '.join(PICKLE_FILES)}",
-                "name the file to convert; what is safetensors already is merged as it is",
+                "name the file to convert; safetensors files need no conversion",
             )
         path = inside[0]
     if path.suffix != ".json":

@@ -1,4 +1,4 @@
-"""What a merge will do: the plan that --dry-run prints, with what it will need."""
+"""The report of --dry-run: the plan of a merge, with its needs of memory, disk and time."""
 
 import dataclasses
 import textwrap

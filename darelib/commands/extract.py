@@ -1,4 +1,4 @@
-"""`dare.py extract`: what a fine-tune changed, as a LoRA adapter."""
+"""`dare.py extract`: the changes of a fine-tune, as a LoRA adapter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dare.py merge`: its options, and what they ask for: a merge, a plan or a configuration."""
+"""`dare.py merge`: its options and its run: a merge, a plan or a configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands share: their flags, the merger that flags ask for, and how results are printed."""
+"""Parts that commands share: their flags, the merger that flags ask for, printing of results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands give: plain data that prints as text, and shows as tables in a notebook."""
+"""The base of all reports: plain data that prints as text, and shows as tables in a notebook."""
 
 import base64
 import dataclasses

@@ -1,4 +1,4 @@
-"""What the shell sees of a command: its flags and its help, its streams, its messages and its exit
+"""The command as the shell sees it: its flags and its help, its streams, its messages and its exit
 status.
 """
 
@@ -18,7 +18,7 @@ from darelib import __version__
 from darelib.commands.options import Flags, MergerClass, Options
 from darelib.config import Group
 from darelib.core.interrupts import Terminated, stop_on_signals
-from darelib.core.text import LOG, ConfigError, DareError, Messages, label, nearest
+from darelib.core.text import LOG, ConfigError, DareError, Messages, label, nearest, print_result
 from darelib.requests.request import explain_key
 
 
@@ -145,8 +145,11 @@ def parse_flags(arguments: Sequence[str] | None, commands: Commands) -> tuple[Ro
     words = place_config(list(sys.argv[1:] if arguments is None else arguments))
     if words in ([], ["help"]):
         page = PAGE.format(prog=name_program(), commands=list_commands(commands))
-        print(page, file=sys.stdout if words else sys.stderr)
-        sys.exit(0 if words else 2)
+        if words:
+            print_result(page)
+            sys.exit(0)
+        print(page, file=sys.stderr)
+        sys.exit(2)
     if words[0] == "help":
         words = [*words[1:], "--help"]
     if words[0] not in commands and not words[0].startswith("-"):

@@ -1,4 +1,4 @@
-"""What a merge did: plain data that prints as a table, with what an adapter holds of it."""
+"""The report of a merge: plain data that prints as a table, with the ranks of an adapter."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -199,14 +199,14 @@ class Comparison(ExitStack):
                 continue
             if not UNREAD.fullmatch(name):
                 raise self._differs(f"{name!r} {'differs' if digest else 'cannot be read'}")
-            LOG.warning(f"{name!r} is not what was written; no loader reads it")
+            LOG.warning(f"{name!r} is not as the merge wrote it; no loader reads it")
         known = {RECIPE_FILE, *digests}
         unknown = [name for name in paths if name not in known and not UNREAD.fullmatch(name)]
         if added := [name for name in unknown if not name.endswith("/")]:  # an empty directory
             raise DareError(
                 f"{self.plan.output.name!r} also holds {list_names(added)}, "
                 "which its recipe does not know",
-                "a loader may read that instead of what was merged; move it elsewhere",
+                "a loader may read that instead of the merged files; move it elsewhere",
             )
 
     def write_at(self, file: int, view: memoryview, offset: int) -> None:

@@ -290,7 +290,7 @@ class DareConfig(Settings):
     )
     adapter_rest: str | None = setting(
         word(SAVE, LEAVE_OUT),
-        "norms, biases and embeddings that changed: save or leave-out (default save)",
+        "changed norms, biases and embeddings: save or leave-out (default save)",
         Group.ADAPTERS,
         metavar="HOW",
     )
@@ -314,7 +314,7 @@ class DareConfig(Settings):
     )  # fmt: skip
     part_of: str | Mapping[str, str] | None = setting(
         Check("the start of names, or a table of such, by those that they replace", names_part),
-        "merge only tensors whose names begin with PREFIX, in the base or else in the models "
+        "merge only the part of the base, or else of the models, whose names begin with PREFIX "
         "(default: the part that fits)",
         Group.MISFITS,
         metavar="PREFIX",
@@ -325,7 +325,7 @@ class DareConfig(Settings):
             lambda value: is_count(value, 1) and value <= MAX_PADDING,
             int,
         ),
-        "give embeddings and heads a multiple of N rows, by the tokens of --tokenizer",
+        "pad embeddings and heads to a multiple of N rows",
         Group.OUTPUT,
         metavar="N",
     )

@@ -1,1 +1,1 @@
-"""Errors and words, number types, the mask, gradients, drops, methods: with every formula."""
+"""Errors and words, number types, the mask, drops, arrays: the ground of all other floors."""

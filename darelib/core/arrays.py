@@ -1,4 +1,4 @@
-"""What is the same for arrays of NumPy and tensors of torch, neither of which is imported here; and
+"""Functions for arrays of NumPy and tensors of torch alike, neither of which is imported here; and
 which tensors are matrices.
 """
 

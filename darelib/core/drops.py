@@ -1,4 +1,4 @@
-"""What of a delta is dropped, and what the rest is multiplied by: one entry for each scheme."""
+"""Drop schemes: which entries of a delta are kept, and the factor that rescales them."""
 
 from __future__ import annotations
 

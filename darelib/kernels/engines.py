@@ -203,5 +203,5 @@ def wait_for(processes: Sequence[Process], interrupts: Interrupts) -> None:
 def explain(process: Process, messages: Path) -> str:
     """Why a process failed: what it said last, unless it was ended without a word."""
     last = messages.read_text(errors="replace").strip().rpartition("\n")[2]
-    crash = f"its compiler, or what that made, crashed with status {process.returncode}"
+    crash = f"its compiler, or compiled code, crashed with status {process.returncode}"
     return last if process.returncode == 1 and last else crash

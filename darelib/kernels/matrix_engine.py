@@ -79,7 +79,7 @@ def load_gpu() -> Any:
     try:
         import torch
     except ImportError:
-        LOG.warning("there is a GPU, and torch, which would use it for matrices, is not installed")
+        LOG.warning("the GPU is not used for matrices: torch is not installed")
         return None
     return torch if torch.cuda.is_available() else None
 

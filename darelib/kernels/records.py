@@ -1,4 +1,4 @@
-"""What kernels must know and what they find: records with named fields; one thread's buffers."""
+"""The arguments and results of kernels: records with named fields; one thread's buffers."""
 
 import math
 from collections.abc import Collection, Mapping

@@ -1,5 +1,5 @@
-"""How one tensor is merged: its settings; what must be found out about it first, in passes over
-its chunks; and the numbers to multiply by and to compare with that follow.
+"""How one tensor is merged: its settings; looks, facts about the whole tensor that a method needs
+first, in passes over its chunks; and the numbers to multiply by and to compare with.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""What a way to combine thinned deltas is made of, and how a tensor is merged by one.
+"""The parts of a method, and its defaults.
 
 A kernel only multiplies, adds and compares. Every number that it is given is computed here or in
 the method's own file, once for all engines.

@@ -371,7 +371,7 @@ def make_product(
     shape = shape[::-1] if transposed else shape
     if whole and (whole.shape != shape or whole.dtype not in FORMATS):
         raise DareError(
-            f"{pair.title} is {list(shape)}, and what was saved of it {list(whole.shape)} as "
+            f"{pair.title} is {list(shape)}, but its saved weights are {list(whole.shape)} as "
             f"{whole.dtype}",
             AGAIN_HINT,
         )
@@ -380,8 +380,7 @@ def make_product(
     if pair.magnitudes and not whole:
         if not fits:
             raise DareError(
-                f"{pair.title} has another shape than in the base, and DoRA sets the magnitudes "
-                "of what it changes",
+                f"{pair.title} has another shape than in the base, and DoRA needs the base's rows",
                 "give the model that it was trained on",
             )
         whole = base

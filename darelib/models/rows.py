@@ -256,7 +256,7 @@ class Arrangement:
         if vocabulary is None and theirs.shape[0] != self.info.shape[0]:
             raise DareError(
                 f"{model.name!r} has {theirs.shape[0]:,} rows where the base has "
-                f"{self.info.shape[0]:,}, and no tokenizer.json that says what they stand for",
+                f"{self.info.shape[0]:,}, and no tokenizer.json that names their tokens",
                 "put its tokenizer.json beside it",
             )
         order = self._find_rows(vocabulary or self.union.base, theirs, model.name)

@@ -90,7 +90,7 @@ def tell_apart(components: Collection[str], source: Source) -> str:
     if not known:
         raise DareError(
             f"{source.name!r} may be any of {', '.join(components)}",
-            "give its file, or the folder that it is in, the name of what it is",
+            "name its file or its folder like the component",
         )
     return known[0]
 
@@ -275,7 +275,7 @@ def put_back(changes: Tensors, base: Tensors, ways: Tensors, adapter: str) -> di
         if len(kinds) > 1 or (len(filled) > len(pieces) and not made[name].is_delta):
             raise DareError(
                 f"the adapter {adapter!r} replaces some of {name!r}, and not all of it",
-                "give a base that has the names that it was trained by",
+                "give a base with the names of the model that it was trained on",
             )
     return made
 

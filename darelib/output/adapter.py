@@ -79,7 +79,8 @@ def check_adapter(
         raise ConfigError(f"{setting} means nothing to an adapter", "leave it out")
     if len(inputs) == 1:
         raise ConfigError(
-            "an adapter holds what models change, and there are none", "give --merge MODEL..."
+            "an adapter holds the changes of models, and there are no models",
+            "give --merge MODEL...",
         )
     if parts := inputs[0].components:
         raise ConfigError(
@@ -130,7 +131,7 @@ def plan_adapter(
             chosen.append(hold(tensor, names, modules, inputs[0]))
     held = {tensor.name for tensor in chosen}
     notes = [
-        f"{count_of(len(some), 'tensor')} that changed, and that no low rank holds, "
+        f"{count_of(len(some), 'tensor')} that no low rank can hold "
         f"{'is' if len(some) == 1 else 'are'} {how}: {list_names(some)}"
         for some, how in (
             ([tensor.name for tensor in others if tensor.name in held], "saved whole"),

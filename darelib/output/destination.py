@@ -215,8 +215,8 @@ def _check_directory(target: Path, shown: str, force: bool) -> None:
     if others and os.path.samestat(status, target.stat()):
         raise DareError(
             f"{shown} also holds {list_names(others)}, which this tool did not write, "
-            "or not like that",
-            "move that elsewhere, or add --force to replace it all",
+            "or which has changed since",
+            "move it elsewhere, or add --force to replace the whole directory",
         )
     if others:  # another merge has just put its own there
         _check_directory(target, shown, force)

@@ -1,4 +1,4 @@
-"""What a merged model has besides its tensors: a recipe and, in a directory, a card, an index, a
+"""The other files of a merged model: a recipe and, in a directory, a card, an index, a
 configuration.
 """
 

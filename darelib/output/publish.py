@@ -269,7 +269,7 @@ def explain_write_errors(destination: Destination, resume: bool) -> Iterator[Non
         again = f"run again: what is done is in {destination.partial}" if kept else "try again"
         raise DareError(
             f"cannot write {destination.name!r}: {error.strerror or error}",
-            f"what was there before is unchanged; fix that and {again}",
+            f"the earlier output is unchanged; fix that and {again}",
         ) from None
 
 

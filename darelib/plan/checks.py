@@ -326,8 +326,8 @@ def check_rules(config: DareConfig, tensors: Sequence[TensorPlan]) -> None:
             raise DareError(
                 f"rule {k} drops entries of {tensor.name!r}, which is a buffer, not a weight: it "
                 f"is {tensor.buffer}",
-                "leave drop_rate out of that rule; weights and lambda_coeff apply to what is "
-                "averaged, and lambda_coeff = 0 keeps the base's",
+                "leave drop_rate out of that rule; weights and lambda_coeff apply to averaged "
+                "buffers, and lambda_coeff = 0 keeps the base's",
             )
 
 

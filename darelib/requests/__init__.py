@@ -1,1 +1,1 @@
-"""What a user asked for: TOML, flags, mergekit's YAML, a recipe."""
+"""The user's request: TOML, flags, mergekit's YAML, a recipe."""

@@ -1,4 +1,4 @@
-"""What a user asks for, before any model is opened, and flags over it."""
+"""The user's request, before any model is opened, and flags over it."""
 
 from __future__ import annotations
 

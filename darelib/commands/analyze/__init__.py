@@ -1,4 +1,4 @@
-"""`dare.py analyze`: its options, and what they ask for: what models are like."""
+"""`dare.py analyze`: its options and its run."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""What the figures of an analysis say about how to merge: a few cases, each with its reasons."""
+"""Advice on how to merge, from the figures of an analysis: a few cases, each with its reasons."""
 
 import fnmatch
 import re
@@ -99,7 +99,7 @@ CASES: Final = {
         ),
     ),
     "weights": Case(
-        DEFAULT, None, ("method linear: so that your weights mean what they did", DROP_NOTHING)
+        DEFAULT, None, ("method linear: so that your weights keep their meaning", DROP_NOTHING)
     ),
 }
 

@@ -1,4 +1,4 @@
-"""What an analysis gives: advice and tables, a picture, a configuration to try."""
+"""The report of an analysis: advice and tables, a picture, a configuration to try."""
 
 import dataclasses
 import io
@@ -259,8 +259,8 @@ class AnalysisReport(Report):
                 parts += [f"\n{printable(model.label)}, by {what}", list_stats(what, stats)]
         parts.append(
             f"(of |delta|; percentiles within 3.1%; above {self.delta_threshold:g}; < 1%: about "
-            "what is below 1% of the largest; norm: |delta| / |weights|; noise: what dropping at "
-            "random adds, / |weights|)"
+            "the share below 1% of the largest; norm: |delta| / |weights|; noise: error by "
+            "dropping at random, / |weights|)"
         )
         if full:
             parts += [*self._list_energy(), *self._list_pairs()]

@@ -1,4 +1,4 @@
-"""`dare.py pack`: its options; what it does is in packer."""
+"""`dare.py pack`: its options; packer does the work."""
 
 from typing import Any, Final
 
@@ -74,7 +74,7 @@ def choose_settings(request: Request) -> DareConfig:
     if others := [drop for drop in drops if drop and not is_random(drop)]:
         raise ConfigError(
             f"pack keeps entries at random, and this configuration has drop {others[0]}",
-            "set drop to random, or merge the model as it is: such a drop must see all of it",
+            "set drop to random, or merge the model as it is: other drops need all entries",
         )
     used: dict[str, Any] = {
         name: value

@@ -75,7 +75,7 @@ OPTIONS: Final[Options] = {
     },
     "--study": {
         "metavar": "NAME",
-        "help": "its name (default: made from all that scores depend on)",
+        "help": "name of the study (default: by models, space and evaluation)",
     },
     "--plot": PLOT,
     "--write-config": WRITE_CONFIG

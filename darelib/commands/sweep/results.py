@@ -1,4 +1,4 @@
-"""What a search has found: a table, how the best compares with no search at all, and a picture."""
+"""The report of a search: a table, the best beside the base and the plain average, a picture."""
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence

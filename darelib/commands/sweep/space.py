@@ -1,4 +1,4 @@
-"""What a search may choose: for each setting some values or a range, also by model and by rule."""
+"""The space of a search: for each setting some values or a range, also by model and by rule."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def write_wrong(folder: Path) -> None:
         ("index.json x.safetensors", 1, "weight_map"),
         ("large.bin x.safetensors", 1, "could run any code"),
         ("z.pt x.safetensors", 1, "is compressed"),
-        ("model x.safetensors", 1, "already"),
+        ("model x.safetensors", 1, "need no conversion"),
         ("model/model.safetensors x.safetensors", 2, "already"),
         ("plain.pt x.bin", 2, ".safetensors"),
         ("list.pt there.safetensors", 2, "--force"),

@@ -417,7 +417,7 @@ def test_what_cannot_be_an_adapter_is_refused_and_nothing_is_written(
     assert snapshot(tmp_path) == before
 
 
-SETTINGS = "entries are dropped, or the method is neither linear nor wudi"
+SETTINGS = "entries are dropped, the method is neither linear nor wudi, the origin is zero"
 
 
 @pytest.mark.parametrize(

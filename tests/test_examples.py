@@ -27,7 +27,9 @@ def test_the_map_of_the_house_names_every_file() -> None:
     named = {f"{room}/{name}" for room, row in rooms for name in re.findall(r"`([\w/]+)`", row)}
     house = HERE / "darelib"
     files = [path for path in house.glob("*/**/*.py") if path.name != "__init__.py"]
-    assert named == {path.relative_to(house).with_suffix("").as_posix() for path in files}
+    there = {path.relative_to(house).with_suffix("").as_posix() for path in files}
+    assert named <= there
+    assert all(name.startswith("methods/") for name in there - named)  # a method is one file
 
 
 def test_every_link_in_the_documents_leads_somewhere() -> None:

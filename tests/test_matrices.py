@@ -549,3 +549,13 @@ def test_long_matrices_are_solved_from_the_shorter_side(tmp_path: Path, monkeypa
     assert find_error(merged, define(base, models, **config), base) < 1e-6
     linear = merge(tmp_path, base, *models, drop_rate=0)
     assert torch.equal(merged["c"], linear["c"]), "both sides are too long"
+
+
+@pytest.mark.parametrize("settings", [{}, {"ridge": 1e-12}, {"ridge": 1e12}])
+def test_changes_of_any_size_are_merged(tmp_path: Path, settings: Any) -> None:
+    base = {"tiny.weight": torch.zeros(20, 30), "large.weight": torch.zeros(20, 30)}
+    signs = torch.where(torch.randn(2, 20, 30, generator=torch.manual_seed(0)) > 0, 1.0, -1.0)
+    models = [{"tiny.weight": sign * 1e-40, "large.weight": sign * 1e30} for sign in signs]
+    merged = merge(tmp_path, base, *models, method="wudi", **settings)
+    for name, size in (("tiny.weight", 1e-40), ("large.weight", 1e30)):
+        assert 0.1 < float(merged[name].abs().double().mean()) / size < 2

@@ -1132,11 +1132,11 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
         (f"{TIES}chat_template: chatlm", "'chatlm' is neither the name"),
         (f"{TIES}chat_template: [1]", "chat_template"),
         (f"{TIES}---\nmerge_method: ties", "document 2: models: "),
-        (f"{TIES}tokenzer_source: base", "did you mean tokenizer_source; --l"),
+        (f"{TIES}tokenzer_source: base", "did you mean tokenizer_source? (--l"),
         (f"{SLERP}[{{model: two}}]\nembed_slerp: true", "there is no key 'embed_slerp'"),
         (
             f"{TIES}parameters: {{nomalize: 1}}",
-            "did you mean normalize; --lenient ignores it, as mergekit does",
+            "did you mean normalize? (--lenient ignores it, as mergekit does)",
         ),
         (
             "base_model: base\ngate_mode: hidden\nexperts: [{source_model: one}]",

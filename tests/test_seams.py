@@ -1,7 +1,8 @@
-"""What is added is a file and one line: a method, in a copy of the program."""
+"""What is added is a file and one line: the method of docs/contributing.md, in a copy of it all."""
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,31 +15,8 @@ from safetensors.torch import load_file
 from tests.support import F32, finetune, random_model, save
 
 ROOT = Path(__file__).parent.parent
-MEDIAN = '''
-"""median: the median of the deltas at each position."""
-
-from typing import Final
-
-from darelib.core.arrays import Array, library
-from darelib.methods.looks import Coefficients, Piece, weigh_for_look
-from darelib.methods.method import Family, Method, Operation
-
-
-def take_median(piece: Piece, _: Coefficients) -> Array:
-    lib = library(piece.base)
-    one, two, three = piece.rows
-    return lib.maximum(lib.minimum(one, two), lib.minimum(lib.maximum(one, two), three))
-
-
-MEDIAN: Final = Method(
-    "median",
-    card=lambda _: "replaced, at each position, by their median, and added to the base",
-    operation=Operation("median", take_median),
-    weigh=weigh_for_look,
-    models=(3, 3),
-    mergekit={"median": Family(others=(3, 3))},
-)
-'''
+PAGE = (ROOT / "docs" / "contributing.md").read_text()
+[MEDIAN] = [block for block in re.findall("```python\n(.*?)```", PAGE, re.S) if "MEDIAN" in block]
 SCRIPT = """
 from safetensors.torch import load_file, save_file
 from dare import DareConfig, dare_merge

@@ -113,7 +113,7 @@ def run(
         show(plan, flags, True)
         return
     continues = flags.keys() & {"resume", "part"}
-    hint = CONTINUES if continues else "with --resume, a merge can go on"
+    hint = CONTINUES if continues else "nothing is left; start with --resume to be able to go on"
     report = merge_to_end(merger, request.output, hint, **how, **runner)
     show(describe(report) if describe else report, flags, merger.config.verbose)
 

@@ -219,7 +219,8 @@ class Scope:
         if weights and normalize and method.shares_only and min(weights) < 0:
             raise ConfigError(
                 f"{values['method']} weights must not be negative where they are normalized",
-                "they are shares, and lambda_coeff sets the size; or set normalize to false",
+                "they are shares, and lambda_coeff sets the size"
+                + ("; or set normalize to false" if "normalize" in method.settings else ""),
             )
         are_zero = weights is not None and not any(weights)
         if weights and normalize and not are_zero and not sum_weights(weights):

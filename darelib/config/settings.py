@@ -18,7 +18,6 @@ from darelib.config.values import (
     SWITCH,
     Check,
     Number,
-    above,
     as_toml,
     at_least,
     below,
@@ -233,7 +232,10 @@ class Settings:
         at_least(0), "limit of shared / own entries", Group.METHOD, metavar="A"
     )
     ridge: Number | None = setting(
-        above(0), "small keeps deltas apart, large averages them", Group.METHOD
+        # Beyond these, float64 cannot solve for the merged change.
+        number(" from 1e-12 to 1e12", lambda ridge: 1e-12 <= ridge <= 1e12),
+        "small keeps deltas apart, large averages them",
+        Group.METHOD,
     )
     norm_limit: Number | None = setting(
         at_least(0),

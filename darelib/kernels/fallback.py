@@ -114,7 +114,7 @@ def merge_chunk(
             floors=(),
             base_share=float(tensor["base_share"]),
             first_share=float(tensor["first_share"]),
-            own=buffers.own,
+            extra=buffers.extra,
         )
         piece = Piece(base, rows, first_tile * TILE, buffers.width)
         values = plain.combine(spec.kind, piece, own, float(tensor["lambda_coeff"]))

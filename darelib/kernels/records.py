@@ -106,7 +106,7 @@ class Buffers:
     """
 
     # What the definition of a method that is not compiled needs besides.
-    own: Mapping[str, Any] = MappingProxyType({})
+    extra: Mapping[str, Any] = MappingProxyType({})
     width = 1  # of the tensor's rows
 
     def __init__(

@@ -59,7 +59,7 @@ class ImportanceLook(ScoreLook):
 
     def score(self, piece: Piece) -> Array:
         [delta] = piece.rows
-        return abs(delta) * piece.spread(self.found.own["divergences"])
+        return abs(delta) * piece.spread(self.found.extra["divergences"])
 
     def number(self, model: int, survivors: int) -> tuple[int, ...]:
         return tuple(survivors - int(share * (survivors - 1)) for share in (0.25, 0.5, 0.75))
@@ -68,11 +68,11 @@ class ImportanceLook(ScoreLook):
         """The |delta| from which |delta| * divergence is an outlier; in float32."""
         low, middle, high = (end.size for end in found[0])
         least = middle + 1.5 * (high - low)
-        divergences = self.found.own["divergences"]
+        divergences = self.found.extra["divergences"]
         floors = divergences * 0 + least
         # Else all entries reach it. A number over an array of torch's would be a product with the
         # inverse.
-        self.found.own["floors"] = divide(floors, divergences) if least > 0 else floors
+        self.found.extra["floors"] = divide(floors, divergences) if least > 0 else floors
 
 
 def fuse(piece: Piece, own: Coefficients) -> Array:
@@ -80,7 +80,7 @@ def fuse(piece: Piece, own: Coefficients) -> Array:
     merged = add_rows(piece, own)
     if not piece.rows:  # nothing is known of rows either
         return merged
-    floors = own.scales[0] * piece.spread(own.own["floors"])
+    floors = own.scales[0] * piece.spread(own.extra["floors"])
     return library(merged).where(abs(merged) >= floors, merged, 0.0)
 
 

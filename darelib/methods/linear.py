@@ -10,13 +10,13 @@ from darelib.methods.method import (
     SUM,
     Family,
     Method,
-    Settings,
+    Translated,
     leave_out_of_sum,
     make_task_family,
 )
 
 
-def finish_average(made: Settings) -> Settings:
+def finish_average(made: Translated) -> Translated:
     """Weights that are not divided by their sum multiply values, not deltas."""
     return made if made["normalize"] else made | {"origin": ZERO}
 

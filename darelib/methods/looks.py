@@ -71,7 +71,7 @@ class Found:
     products: tuple[float, ...] = ()
     width: int = 1  # of the tensor's rows
     change: Any = None  # the merged delta itself, where a method takes matrices as a whole
-    own: dict[str, Any] = field(default_factory=dict)  # what the method's own looks have found
+    extra: dict[str, Any] = field(default_factory=dict)  # what the method's own looks have found
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Coefficients:
     floors: tuple[float, ...]  # trim and ram keep what is at least as large
     base_share: float = 0.0  # how much of the base itself the merged delta gets
     first_share: float = 0.0
-    own: Mapping[str, Any] = field(default_factory=dict)  # what the method's definition needs
+    extra: Mapping[str, Any] = field(default_factory=dict)  # what the method's definition needs
 
 
 def weigh(
@@ -94,7 +94,7 @@ def weigh(
     found: Found,
     weights: Sequence[float] | None = None,
     base_share: float = 0.0,
-    own: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] | None = None,
 ) -> Coefficients:
     """A model's kept deltas are multiplied by its weight over its divisor, and by its factor."""
     weights = settings.weights if weights is None else weights
@@ -105,7 +105,7 @@ def weigh(
         bounds=found.bounds or (None,) * len(models),
         floors=found.floors or (0.0,) * len(models),
         base_share=base_share,
-        own=found.own if own is None else own,
+        extra={**found.extra, **(extra or {})},
     )
 
 
@@ -360,7 +360,7 @@ class RowLook(ChunkLook):
 
     def conclude(self, number: int) -> None:
         parts = [self._chunks.pop(start) for start in sorted(self._chunks)]
-        self.found.own[self.name] = library(parts[0]).concatenate(parts)
+        self.found.extra[self.name] = library(parts[0]).concatenate(parts)
 
 
 def fold_columns(chunks: Sequence[tuple[float, ...]]) -> tuple[float, ...]:

@@ -27,7 +27,7 @@ from darelib.methods.looks import (
 # The base's part in a method. NEEDED: deltas are taken from it. OPTIONAL: they are, if it is given.
 # COUNTED: it is one of the models. FIRST: it is the first of two. ONLY: it is the only one.
 NEEDED, OPTIONAL, COUNTED, FIRST, ONLY = "needed", "optional", "counted", "first", "only"
-Settings = dict[str, Any]
+Translated = dict[str, Any]
 LEAST_DIVISOR: Final = 1e-8  # a smaller sum of weights is none to mergekit: it divides by 1
 
 
@@ -44,7 +44,7 @@ class Family:
     base: str = NEEDED
     others: tuple[int, int | None] = (0, None)  # models beside the base: at least, at most
     # The settings of a tensor, from those that its parameters have become.
-    finish: Callable[[Settings], Settings] = lambda made: made
+    finish: Callable[[Translated], Translated] = lambda made: made
 
 
 def make_task_family(
@@ -52,7 +52,7 @@ def make_task_family(
     *,
     normalize: bool = False,
     rescale: bool = False,
-    finish: Callable[[Settings], Settings] | None = None,
+    finish: Callable[[Translated], Translated] | None = None,
 ) -> Family:
     """Deltas, perhaps thinned, times their weights."""
     own = {name: name for name in DROPS[drop].settings} if drop else {}
@@ -77,7 +77,7 @@ def make_task_family(
     )
 
 
-def leave_out(made: Settings) -> Settings:
+def leave_out(made: Translated) -> Translated:
     """Give models with drop rate 1 the weight 0 and another drop rate, which has no effect."""
     given = made["drop_rate"]
     weights = made["weights"]
@@ -91,7 +91,7 @@ def leave_out(made: Settings) -> Settings:
     }
 
 
-def leave_out_of_sum(made: Settings) -> Settings:
+def leave_out_of_sum(made: Translated) -> Translated:
     """The same, but weights that become 0 still count in the sum that all are divided by."""
     given = made["drop_rate"]
     if not made["normalize"] or 1 not in (given if isinstance(given, list) else [given]):

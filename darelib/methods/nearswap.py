@@ -12,7 +12,7 @@ LEAST_DELTA: Final = 1e-6  # no smaller one is divided by
 def swap_near(piece: Piece, own: Coefficients) -> Array:
     merged = add_rows(piece, own)
     size = abs(merged).clip(LEAST_DELTA)
-    share = library(merged).full_like(merged, own.own["swap_t"]) / size
+    share = library(merged).full_like(merged, own.extra["swap_t"]) / size
     return share.clip(0, 1) * merged
 
 
@@ -24,7 +24,7 @@ NEARSWAP: Final = Method(
     ),
     operation=Operation("nearswap", swap_near),
     settings={"swap_t": 1e-4},
-    weigh=lambda own, models, found: weigh(own, models, found, own=own.options),
+    weigh=lambda settings, models, found: weigh(settings, models, found, extra=settings.options),
     models=(1, 1),
     returns_model=lambda _: False,
     mergekit={"nearswap": Family(shared={"t": "swap_t"}, others=(1, 1))},

@@ -73,7 +73,7 @@ class OverlapLook(SumLook):
         ratios = [shared / max(alone, least) if alone else 0.0 for alone, shared in pairs]
         most = own["boost_limit"]
         boosts = tuple(1 + own["boost"] * min(ratio, most) for ratio in ratios)
-        self.found.own["boosts"] = boosts
+        self.found.extra["boosts"] = boosts
 
 
 def boost_alone(piece: Piece, own: Coefficients) -> Array:
@@ -82,7 +82,7 @@ def boost_alone(piece: Piece, own: Coefficients) -> Array:
     lib = library(piece.base)
     changes = count_changes(piece.rows)
     factor = lib.ones_like(piece.base)
-    for row, boost in zip(piece.rows, own.own["boosts"], strict=True):
+    for row, boost in zip(piece.rows, own.extra["boosts"], strict=True):
         factor = lib.where((row != 0) & (changes == 1), boost * factor, factor)
     return average(piece, own) * factor
 

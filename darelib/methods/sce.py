@@ -16,7 +16,7 @@ from darelib.methods.looks import (
     TensorSettings,
     weigh_for_look,
 )
-from darelib.methods.method import Family, Method, Operation, Settings, add_rows
+from darelib.methods.method import Family, Method, Operation, Translated, add_rows
 
 LEAST_SHARE: Final = 1e-6  # what weights are divided by is not smaller
 
@@ -48,7 +48,7 @@ class VarianceLook(ScoreLook):
         return (chosen,) if chosen and model == self.models[0] else ()
 
     def record(self, found: Sequence[Sequence[End]]) -> None:
-        self.found.own["bound"] = found[0][0].size if found[0] else math.inf
+        self.found.extra["bound"] = found[0][0].size if found[0] else math.inf
 
 
 class SquaresLook(SumLook):
@@ -56,7 +56,7 @@ class SquaresLook(SumLook):
 
     def measure(self, piece: Piece) -> tuple[float, ...]:
         lib = library(piece.base)
-        is_chosen = find_variance(piece.rows) >= self.found.own.get("bound", 0.0)
+        is_chosen = find_variance(piece.rows) >= self.found.extra.get("bound", 0.0)
         chosen = [lib.where(is_chosen, row, 0.0) for row in piece.rows]
         wide = [lib.asarray(row, dtype=lib.float64) for row in chosen]
         return tuple(add_up(row * row) for row in wide)
@@ -66,7 +66,7 @@ class SquaresLook(SumLook):
         total = math.fsum(means)
         equal = (1 / len(means),) * len(means)
         shares = tuple(mean / total for mean in means) if total >= LEAST_SHARE else equal
-        self.found.own["shares"] = shares
+        self.found.extra["shares"] = shares
 
 
 def select(piece: Piece, own: Coefficients) -> Array:
@@ -78,15 +78,15 @@ def select(piece: Piece, own: Coefficients) -> Array:
         agrees = lib.where(merged >= 0, row > 0, row < 0)
         total = lib.where(agrees, total + weight * row, total)
         share = lib.where(agrees, share + weight, share)
-    is_chosen = find_variance(piece.rows or [merged]) >= own.own.get("bound", 0.0)
+    is_chosen = find_variance(piece.rows or [merged]) >= own.extra.get("bound", 0.0)
     return lib.where(is_chosen, total / share.clip(LEAST_SHARE), 0.0)
 
 
 def weigh_squares(settings: TensorSettings, models: Sequence[int], found: Found) -> Coefficients:
-    return replace(weigh_for_look(settings, models, found), weights=found.own.get("shares", ()))
+    return replace(weigh_for_look(settings, models, found), weights=found.extra.get("shares", ()))
 
 
-def finish_selection(made: Settings) -> Settings:
+def finish_selection(made: Translated) -> Translated:
     """Where nothing is selected, the base stays as it is."""
     selects = made["keep_ratio"] != 0
     return made | {"keep_ratio": made["keep_ratio"] or 1.0, "lambda_coeff": float(selects)}

@@ -14,8 +14,8 @@ average the limit of a large one. Then M is resized, so that lambda 1 is a good 
 average it holds each change in full, the mean of <M, t_i> / |t_i|^2 being 1, but to no more than
 norm_limit times the mean |t_i|. `define` is this definition.
 
-In `merge`, u_i is t_i times a power of two, and what both sides need is computed once:
-t_i t_i' t_i is the one product of three in either.
+In `merge_matrices`, t_i is scaled by a power of two, and the part that both sides need is computed
+once: t_i t_i' t_i is the one product of three in either.
 """
 
 import math
@@ -31,6 +31,7 @@ from darelib.methods.method import SUM, Method, WholeMerge
 # In float32, what lies where no change is comes out too large, by about this times the unit
 # roundoff, times the mean eigenvalue (by size) of the Gram matrix, divided by the ridge: measured.
 ERROR_FACTOR: Final = 4 * 2.0**-24
+LEAST_EXPONENT: Final = -120  # of a change's largest entry: float32 holds 2^120, and not 2^128
 BLOCK_SIDE: Final = 128  # of the blocks that are inverted by themselves
 PRODUCT_SIDE: Final = 512  # of the largest in which rows are multiplied by each other
 LARGEST_ERROR: Final = 5e-5  # relative, by norm; where more is expected, float64 is used
@@ -92,7 +93,7 @@ def merge_spaces(factors: Sequence[Factors], weights: Sequence[float], options: 
 def measure(delta: Array, weight: float) -> Change:
     """A change, scaled in place."""
     peak = max(float(delta.max()), -float(delta.min()))
-    exponent = math.frexp(peak)[1]
+    exponent = max(math.frexp(peak)[1], LEAST_EXPONENT)
     delta *= 2.0**-exponent
     flat = delta.reshape(-1)
     return Change(delta, 2.0**exponent, float(flat @ flat), weight)

@@ -326,7 +326,10 @@ def explain_rank(tensor: TensorPlan, inputs: Sequence[Checkpoint]) -> str:
             return f"{model.name!r} saves that module whole"
         if not product:
             return f"{model.name!r} has other names than the base"
-    return "entries are dropped, or the method is neither linear nor wudi"
+    return (
+        "entries are dropped, the method is neither linear nor wudi, the origin is zero, or a type "
+        "is float64"
+    )
 
 
 def find_saved(rest: Sequence[str], modules: Mapping[str, Module], base: Checkpoint) -> set[str]:

@@ -110,7 +110,7 @@ DESCRIPTIONS: Final = frozenset(
         *("read_to_gpu", "residual_weight", "trust_remote_code", "verbose", "write_model_card"),
     }
 )
-LENIENT: Final = "--lenient ignores it, as mergekit does"
+LENIENT: Final = "(--lenient ignores it, as mergekit does)"
 # The parameters of all methods.
 PARAMETERS: Final = frozenset(
     name
@@ -227,8 +227,8 @@ class MergekitFile:
             place = ": ".join(filter(None, (self.path, where)))
             LOG.warning(f"{place}: {key} has no effect here, as in mergekit{hint}")
         else:
-            hint = nearest(str(key), known).removesuffix("?")
-            raise self.error(where, f"there is no key {str(key)!r}", f"{hint}; {LENIENT}")
+            hint = f"{nearest(str(key), known)} {LENIENT}"
+            raise self.error(where, f"there is no key {str(key)!r}", hint)
 
     def find(self, name: str) -> Source:
         """A model by its name: another document's result, or any model."""

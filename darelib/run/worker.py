@@ -392,7 +392,7 @@ class Worker:
             record["is_delta"] = info.is_delta
             for name in ("scale", "weight", "floor"):
                 record[name] = getattr(found, f"{name}s")[row]
-        buffers.own = found.own
+        buffers.extra = found.extra
         buffers.width = tensor.base.width
         whole = buffers.tensor[0]
         whole["lambda_coeff"] = settings.lambda_coeff

@@ -82,9 +82,9 @@ CASES: Final = {
             "with its best lambda (3.9 on transformers). If it takes too long (--dry-run says how "
             "long), take linear and search its lambda from 0.7 to 2.5",
             DROP_NOTHING,
-            "lambda_coeff 1 to begin with, but first search from 0.3 to 1.5: the best went from "
-            "0.4 to 1.5 by network, and the larger it is, the more is forgotten of what the base "
-            "knew",
+            "lambda_coeff 1 to begin with, but first search from 0.3 to 2: the best of wudi went "
+            "from 0.4 to 1.5 by network, and the larger it is, the more the base's own knowledge "
+            "suffers",
         ),
     ),
     "packed": Case(
@@ -93,7 +93,7 @@ CASES: Final = {
         (
             "method wudi: in this project's experiment ahead of the plain average after dropping, "
             "too, by 4.5 points at 0.5 and 1.8 at 0.9, each with its best lambda",
-            "lambda_coeff 0.6 to begin with, but first search from 0.3 to 1: much of packed models "
+            "lambda_coeff 0.6 to begin with, but first search from 0.3 to 2: much of packed models "
             "is dropped, and 1 was 10 points behind the plain average of whole models at a drop "
             "rate of 0.5, and 32 at 0.9",
         ),

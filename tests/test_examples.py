@@ -81,7 +81,7 @@ def test_the_advice_merges_the_example_to_what_the_readme_says(
             "analyze_models",
             (
                 "cosine 0.082",
-                "tolerates a drop rate of 0.8",
+                "method wudi",
                 "[dare]",
                 "would merge 2 models",
                 "drew ",

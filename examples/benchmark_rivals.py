@@ -129,13 +129,14 @@ def multiply(base: str, *models: str) -> None:
 
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     from darelib.core.arrays import find_matrices
+    from darelib.methods.wudi import count_operations
 
     side = 2048
     factor = np.ones((side, side), np.float32)
     with safe_open(base, "np") as file:
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     found = [find_matrices(name, shape) for name, shape in shapes.items()]
-    operations = sum(each.count_operations(len(models)) for each in found if each)
+    operations = sum(count_operations(each, len(models)) for each in found if each)
     for _ in range(round(operations / (2 * side**3))):
         factor @ factor
 

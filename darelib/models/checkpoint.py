@@ -34,7 +34,7 @@ from darelib.models.tensorfile import (
 )
 from darelib.models.vocabulary import digest_tokenizer
 
-# A model is told from others by 256 pages of its tensors, so that most tensors have one.
+# Models are distinguished by 256 pages of its tensors, so that most tensors have one.
 PAGES, PAGE_BYTES = 256, 4096
 # What is used of a model's configuration: what shapes its computation, by the names that the
 # families have for it.

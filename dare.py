@@ -44,8 +44,9 @@ from darelib.core.interrupts import Interrupts, ignore_signals
 from darelib.core.text import LOG, ConfigError, DareError
 from darelib.core.tuning import raise_open_file_limit
 from darelib.models.directories import find_base
+from darelib.models.examples import check_examples
 from darelib.models.source import Given, Source, recorded_name
-from darelib.run import check_runner, load_in_memory
+from darelib.run import check_runner, load_in_memory, load_matching
 
 if TYPE_CHECKING:
     import torch
@@ -99,6 +100,8 @@ class DareMerger:
         *,
         tokenizer: str | Path | Source = "base",
         chat_template: str | Path | Source | None = None,
+        examples: Sequence[str | Path] = (),
+        base_examples: str | Path | None = None,
     ) -> None:
         """A model is a file, a directory, an index, a name on the Hub, MODEL+ADAPTER or an adapter;
         or layers of models: [{"model": "a", "layers": [0, 16]}, {"model": "b", "layers": [8, 24]}].
@@ -106,6 +109,8 @@ class DareMerger:
         base_file: None: the one that the adapters name, if they all name the same, and it is here.
         tokenizer: of an output directory: the "base"'s, a "union" of all tokens, or a model's.
         chat_template: a model or a file; None: the base's, or the first that a model has.
+        examples: a file for each model, .jsonl or .txt, of what it can do: with them the merge is
+        matched. base_examples: one of general text, on which it shall stay like the base.
         """
         if isinstance(merge_files, str | Path):
             raise ConfigError(
@@ -117,6 +122,7 @@ class DareMerger:
         self.base = find_base(self.models) if base_file is None else Source.of_model(base_file)
         self.tokenizer = Source.of(tokenizer)
         self.chat_template = None if chat_template is None else Source.of(chat_template)
+        self.examples = check_examples(examples, base_examples, len(self.models))
         self.published: MergeReport | None = None  # what merge has made, interrupted or not
 
     def merge(
@@ -142,9 +148,11 @@ class DareMerger:
         from darelib.output.destination import find_output
         from darelib.run.threads import Order
 
-        check_runner(runner, part, ray_address)
+        check_runner(runner, part, ray_address, bool(self.examples))
         if runner == "ray":
             from darelib.run.ray import run
+        elif self.examples:
+            run = load_matching().run
         else:
             from darelib.run.threads import run
         started = time.perf_counter()
@@ -255,13 +263,14 @@ class DareMerger:
         """The base and the models, with one number for each token if the tokenizer asks for it."""
         from darelib.models.inputs import open_models
 
-        return open_models(self.sources, self.tokenizer, self.config)
+        return open_models(self.sources, self.tokenizer, self.config, self.examples)
 
     def _plan(
         self, inputs: Sequence[Checkpoint], destination: Destination, force: bool
     ) -> FilePlan:
         from darelib.output import adapter, prepare, tokenizer
 
+        self.config.check_examples(bool(self.examples))
         choice = tokenizer.choose_tokenizer(self.tokenizer, self.chat_template)
         planner = adapter.choose_planner(self.config)
         return prepare.plan_output(planner, self.config, inputs, destination, choice, force)

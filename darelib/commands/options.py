@@ -116,6 +116,18 @@ SHARED: Final[Options] = {
         "help": "a .safetensors file, or a model directory",
         "group": Group.MODELS,
     },
+    "--examples": {
+        "metavar": "FILE",
+        "nargs": "+",
+        "action": "extend",
+        "help": "match the merge with examples of each model's skill, .jsonl or .txt",
+        "group": Group.EXAMPLES,
+    },
+    "--base-examples": {
+        "metavar": "FILE",
+        "help": "general text, on which the merge shall stay like the base",
+        "group": Group.EXAMPLES,
+    },
     **{name_flag(name): make_flag(name) for name in SETTINGS if name != "verbose"},
     "--no-rescale": {
         "action": "store_false",
@@ -184,8 +196,9 @@ def make_merger(flags: Flags, merger_class: MergerClass) -> tuple[Merger, Reques
         request = load_request(path, **options)
     request = layer_flags(request, flags)
     if request.inputs:
-        from darelib.requests.recipe import locate_inputs
+        from darelib.requests.recipe import check_examples, locate_inputs
 
+        check_examples(request)
         request = locate_inputs(request, list_models(flags), path)
     merger = merger_for(request, merger_class)
     return merger, dataclasses.replace(request, base=merger.base)  # which adapters may name
@@ -208,6 +221,8 @@ def merger_for(request: Request, merger_class: MergerClass) -> Merger:
         config,
         tokenizer=request.tokenizer or "base",
         chat_template=request.chat_template,
+        examples=request.examples,
+        base_examples=request.base_examples,
     )
 
 

@@ -11,6 +11,7 @@ from darelib.core.drops import DROPS, EXPECTATION, RANDOM
 from darelib.core.mask import MASK_BITS
 from darelib.core.text import LISTED, count_of, human, printable, shorten_names
 from darelib.core.tuning import TUNING
+from darelib.output.matched import MatchReport
 from darelib.output.prepare import FilePlan
 from darelib.requests.configfile import as_literal
 from darelib.run.worker import Outcome, Tally, explain_copied, sum_fields
@@ -117,6 +118,7 @@ class MergeReport(Report):
     models: tuple[ModelReport, ...]
     warnings: tuple[str, ...]
     adapter: AdapterFit | None  # where one was written
+    matching: MatchReport | None  # where it was matched with examples
 
     def parts(self) -> list[Part]:
         return [*(self._list_models() if self.models else ()), self._summarize()]
@@ -132,6 +134,8 @@ class MergeReport(Report):
         )
         if self.adapter:
             yield str(self.adapter)
+        if self.matching:
+            yield str(self.matching)
 
     def _summarize(self) -> str:
         copied = f" ({self.copied_tensors:,} copied)" if self.copied_tensors else ""
@@ -186,6 +190,7 @@ def report_merge(
         models=tuple(report_model(plan, i, total) for i, total in enumerate(totals)),
         warnings=tuple(warnings),
         adapter=AdapterFit.of(plan, outcomes),
+        matching=plan.matching,
     )
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from io import BufferedReader
 from pathlib import Path
@@ -38,6 +38,7 @@ from darelib.models.tensorfile import explain_os_error, open_regular, peek_heade
 
 if TYPE_CHECKING:
     from darelib.models.checkpoint import Checkpoint
+    from darelib.models.encodings import TensorInfo
     from darelib.output.prepare import FilePlan
     from darelib.plan.tensorplan import PlannedFile
 
@@ -69,9 +70,12 @@ class VerifyReport(Report):
     bytes_compared: int
     seconds: float
     differing: int = 0  # values that were solved elsewhere, and differ in the last place
+    matched: int = 0  # tensors that were matched with examples, and have the recipe's digests
 
     def __str__(self) -> str:
         last = f"; {self.differing:,} values differ in the last place" if self.differing else ""
+        if self.matched:
+            last += f"; {self.matched:,} of them, matched with examples, by their digests"
         return (
             f"verified {printable(self.output)}: {self.tensors:,} tensors, "
             f"{human(self.bytes_compared)}, are what the recipe makes{last}, "
@@ -116,9 +120,10 @@ def compare_output(
             comparison.open_file(file)
         comparison.check_side_files()
         worker = open_worker(plan, inputs, interrupts)
+        done = comparison.check_matched(worker.place_of)
         with progress("verifying", count_steps(plan), plan.config.verbose) as worker.advance:
             run_rounds(
-                plan.rounds(),
+                plan.rounds(done),
                 worker,
                 comparison.write_at,
                 lambda job, _: worker.advance(job.bytes_read),
@@ -130,6 +135,7 @@ def compare_output(
         bytes_compared=plan.size,
         seconds=time.perf_counter() - started,
         differing=sum(comparison.differing),
+        matched=comparison.matched,
     )
 
 
@@ -160,6 +166,7 @@ class Comparison(ExitStack):
         self.files: list[BufferedReader] = []
         # How many values of matrices differ by next to nothing, as the libraries of machines do.
         self.differing: list[int] = []
+        self.matched = 0
 
     def open_file(self, planned: PlannedFile) -> None:
         path = self.folder / planned.name
@@ -208,6 +215,27 @@ class Comparison(ExitStack):
                 "which its recipe does not know",
                 "a loader may read that instead of the merged files; move it elsewhere",
             )
+
+    def check_matched(self, place_of: Callable[[TensorInfo], int]) -> set[tuple[str, int]]:
+        """Compare the tensors that were matched with their digests in the recipe: to match them
+        again would take the examples, and another machine comes to other last digits. Gives their
+        jobs, which need not be run.
+        """
+        from darelib.output.destination import RECIPE_KEY
+        from darelib.output.matched import UNMATCHED, digest_range, list_matched
+
+        digests = list_matched(self.folder / self.plan.files[0].name, RECIPE_KEY)
+        done: set[tuple[str, int]] = set()
+        for tensor in self.plan.tensors:
+            if not any(digests.get(name, UNMATCHED) != UNMATCHED for name in tensor.outputs):
+                continue
+            for name, info in tensor.outputs.items():
+                path = self.folder / self.plan.files[info.file].name
+                if digest_range(path, place_of(info), info.nbytes) != digests.get(name):
+                    raise self._differs(f"tensor {name!r} has another digest")
+            self.matched += 1
+            done |= {(tensor.name, start) for start in self.plan.list_starts(tensor)}
+        return done
 
     def write_at(self, file: int, view: memoryview, offset: int) -> None:
         import numpy as np

@@ -259,6 +259,23 @@ class DareConfig(Settings):
         metavar="N",
     )  # fmt: skip
     tol: float | None = setting(constant(above(0)), "a shorter step is the last", Group.METHOD)
+    max_examples: int | None = setting(
+        whole("from 1 up", 1),
+        "examples of each file that are used; others are left out at random (default 256)",
+        Group.EXAMPLES,
+        metavar="N",
+    )
+    max_tokens: int | None = setting(
+        whole("from 2 up", 2),
+        "tokens of each example that are used (default 512)",
+        Group.EXAMPLES,
+        metavar="N",
+    )
+    match_ridge: float | None = setting(
+        constant(above(0)),
+        "small follows the examples, large keeps what the method gives (default 0.05)",
+        Group.EXAMPLES,
+    )
     dtype: str | None = setting(
         replace(
             word(*DTYPES, *SHORT_DTYPES),
@@ -433,6 +450,15 @@ class DareConfig(Settings):
         if not any(any(scope.values.get("weights", [1])) for scope in self._scopes.values()):
             raise ConfigError(
                 "all weights are 0, so nothing would be merged", "give the models weights above 0"
+            )
+
+    def check_examples(self, are_there: bool) -> None:
+        given = [name for name, row in SETTINGS.items() if row.group == Group.EXAMPLES]
+        set_ones = list_given(self, given)
+        if set_ones and not are_there:
+            raise ConfigError(
+                f"{next(iter(set_ones))} means nothing without examples",
+                "give --examples FILE..., one for each model, or leave it out",
             )
 
     def resolve_all(self, count: int) -> list[TensorSettings]:

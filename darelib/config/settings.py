@@ -45,6 +45,7 @@ class Group(StrEnum):
     MAIN = "main settings"
     DROP = "what is dropped"
     METHOD = "methods"
+    EXAMPLES = "examples of each skill"
     ADAPTERS = "adapters"
     IMAGES = "image models"
     MISFITS = "models that do not fit their base"
@@ -243,6 +244,9 @@ class Settings:
         Group.METHOD,
     )
     scale: Number | None = setting(number(), "multiply the base's weights by X", Group.METHOD)
+    matched: bool | None = setting(
+        SWITCH, "match matrices, where there are examples (default: match)", Group.EXAMPLES
+    )
 
 
 # What a rule may set for the tensors that it matches.

@@ -25,6 +25,7 @@ MAX_CELL: Final = 56
 # The packages of each extra.
 EXTRAS: Final = {
     "torch": "torch safetensors",
+    "match": "torch safetensors transformers",
     "hub": "huggingface_hub",
     "plot": "matplotlib",
     "sweep": "optuna",

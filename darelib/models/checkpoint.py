@@ -23,6 +23,7 @@ from darelib.models.directories import (
     part_name,
 )
 from darelib.models.encodings import Input
+from darelib.models.examples import Examples
 from darelib.models.source import Source
 from darelib.models.tensorfile import (
     AGAIN_HINT,
@@ -127,6 +128,7 @@ class Checkpoint(Input):
     stated: str = ""
     specs: frozenset[KernelSpec] = frozenset()  # the kernels that read needs
     held_bytes: int = 0  # what a thread that reads it holds, at most
+    examples: Examples | None = None  # of what it can do, where a merge is matched with them
 
     def __init__(self, source: Source, layout: Layout) -> None:
         self.source = source
@@ -211,7 +213,8 @@ class Checkpoint(Input):
     def fingerprint(self) -> dict[str, Any]:
         """What a recipe keeps of an input, besides its name."""
         tokenizer = {"tokenizer_sha256": self.tokenizer_sha256} if self.tokenizer_sha256 else {}
-        return self._digests | tokenizer
+        examples = {"examples": self.examples.fingerprint} if self.examples else {}
+        return self._digests | tokenizer | examples
 
     @cached_property
     def _digests(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from darelib.core.text import LISTED, DareError, as_text, count_of
 from darelib.models.checkpoint import ARCHITECTURE, Checkpoint, ties_embeddings
 from darelib.models.composed import AdaptedModel, Stack, check_adapter
 from darelib.models.directories import Layout, find_checkpoint
+from darelib.models.examples import read_examples
 from darelib.models.fp8 import read_unscaled, recognise_fp8
 from darelib.models.lora import LoraAdapter
 from darelib.models.lorafile import LoraFile, find_lora_file
@@ -40,6 +41,7 @@ HOLDERS: Final = re.compile(
 )
 MAX_PARTS: Final = 8  # of a model, those with most tensors, that are tried
 TEXT: Final = "text_config"
+MAX_EXAMPLES, MAX_TOKENS = 256, 512  # unless others are asked for
 
 
 def fit_names(model: Checkpoint, base: Checkpoint, config: DareConfig) -> None:
@@ -314,13 +316,14 @@ def open_models(
     sources: Sequence[Source],
     tokenizer: Source | None = None,
     config: DareConfig | None = None,
+    examples: Sequence[Path | None] = (),
 ) -> Iterator[list[Checkpoint]]:
     """The inputs, open for reading: the base, which is the first, and the models. Downloads those
     of the Hub.
 
     tokenizer: of the output. If it is the union, or an input's with other tokens than the base, all
     inputs get its token ids. config: of a merge, for which models are fitted to the base; None:
-    they stay as they are.
+    they stay as they are. examples: a file for each, where it is matched with them.
     """
     inputs: list[Checkpoint] = []
     with ExitStack() as opened:
@@ -343,7 +346,23 @@ def open_models(
                     "use --tokenizer union, or --tokenizer MODEL with a model that has a "
                     "tokenizer.json",
                 )
+        if config:
+            attach_examples(inputs, examples, config)
         yield inputs
+
+
+def attach_examples(
+    inputs: Sequence[Checkpoint], files: Sequence[Path | None], config: DareConfig
+) -> None:
+    count = config.max_examples or MAX_EXAMPLES
+    for model, path in zip(inputs, files, strict=False):
+        if path and len(model.parts) > 1:
+            raise DareError(
+                f"{model.name!r} is made of layers of models, and examples are for whole ones",
+                "merge it first, then match the result",
+            )
+        if path:
+            model.parts[0].examples = read_examples(path, count, config.max_tokens or MAX_TOKENS)
 
 
 def is_of(tokenizer: Source, model: Checkpoint) -> bool:

@@ -27,10 +27,11 @@ from darelib.models.tensorfile import (
     open_regular,
     peek_header,
 )
+from darelib.output.matched import MATCHED_KEY
 
 RECIPE_KEY: Final = "dare_recipe"  # in the metadata of a file of tensors
 # Of a recipe: who made an output, and what came out, but not how it was made.
-NOT_COMPARED: Final = ("version", "files")
+NOT_COMPARED: Final = ("version", "files", MATCHED_KEY)
 # What a recipe that is none leads to: it may be anybody's.
 UNSOUND: Final = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 # Of the files in a directory, those that say that it is a model.

@@ -26,6 +26,7 @@ from darelib.models.source import RECIPE_FILE, Source, last_parts, recorded_name
 from darelib.models.tensorfile import AGAIN_HINT, MAX_JSON, TensorInfo, open_regular
 from darelib.models.vocabulary import MAX_TOKENIZER, TOKENIZER_FILE
 from darelib.output.destination import RECIPE_KEY, digest_of, is_weights, list_files
+from darelib.output.matched import MATCHED_KEY
 from darelib.output.tokenizer import (
     GENERATION_FILE,
     SPECIAL_MAP,
@@ -79,6 +80,10 @@ STORY: Final = """\
 Merged from {base} and models fine-tuned from it by {ways}: {drops} {method}.
 
 {models}"""
+MATCHED_STORY: Final = """
+
+Then matched: with a few examples of each skill, each matrix is solved for, so that it gives what
+the matrix of the model with that skill gives."""
 STACK_STORY: Final = """\
 Made of {base}: layers one after the other, {method}."""
 
@@ -223,11 +228,12 @@ def recipe_text(
     tokenizer: TokenizerChoice,
     files: Mapping[str, str] | None = None,
     packed: bool = False,
+    matched: Mapping[str, str] | None = None,
 ) -> str:
     """Every setting that determines the output, as a configuration that makes it again.
 
     No absolute path of this machine leaves it. files: the digests of a directory's other files.
-    packed: it is a packed model's.
+    packed: it is a packed model's. matched: the digests of tensors that were matched with examples.
     """
     import tomli_w
 
@@ -251,6 +257,8 @@ def recipe_text(
         recipe["files"] = dict(files)
     if packed:
         recipe["packed"] = True
+    if matched:
+        recipe[MATCHED_KEY] = dict(matched)
     rules = [rule.as_table() for rule in config.typed_rules]
     listed = {"rules": rules} if rules else {}
     text = tomli_w.dumps({"dare": dare, "models": models, **listed, "recipe": recipe})
@@ -316,12 +324,13 @@ def add_recipe(
     tokenizer: TokenizerChoice,
     files: Sequence[PlannedFile],
     packed: bool = False,
+    matched: Mapping[str, str] | None = None,
 ) -> None:
     """Add the recipe to the files of a model directory, with the digests of all others."""
     written = {as_text(name): digest_of(content) for name, content in side.items()}
     written |= {file.name: hashlib.sha256(file.header).hexdigest() for file in files}
     digests = dict(sorted(written.items()))
-    recipe = recipe_text(config, inputs, version, tokenizer, digests, packed)
+    recipe = recipe_text(config, inputs, version, tokenizer, digests, packed, matched)
     side[RECIPE_FILE] = seal(recipe.encode())
 
 
@@ -346,6 +355,7 @@ def model_card(
     base, *models = [as_code(card_name(model.source)) for model in inputs]
     settings = config.general(len(models))
     resolved = config.resolve_all(len(models))
+    examples = [model.parts[0].examples for model in inputs]
     is_exact = kind.is_exact and all(METHODS[own.method].exact for own in resolved)
     drops = list_drops(resolved)
     methods = [METHODS[name] for name in dict.fromkeys(own.method for own in resolved)]
@@ -373,7 +383,8 @@ def model_card(
             drops=describe_drops(drops),
             method=METHODS[settings.method].card(settings),
             models="\n".join(f"- {name}" for name in models),
-        ),
+        )
+        + (MATCHED_STORY if any(examples) else ""),
         equal=EQUAL if is_exact else NEARLY_EQUAL,
         recipe=recipe.rstrip("\n"),
     )

@@ -55,6 +55,7 @@ from darelib.output.directory import (
     recipe_text,
     update_config,
 )
+from darelib.output.matched import MatchReport
 from darelib.output.tokenizer import (
     SideFiles,
     TokenizerChoice,
@@ -142,6 +143,7 @@ class FilePlan(MergePlan):
     replaces: int = 0  # bytes of what is at that place
     # Of an adapter: the matrices that become factors, by tensor. Its other tensors are held whole.
     modules: Mapping[str, Module] = dataclasses.field(default_factory=dict)
+    matching: MatchReport | None = None  # where it was matched with examples
 
     @property
     def own_recipe(self) -> str:
@@ -167,10 +169,10 @@ class FilePlan(MergePlan):
         """Whether the ranks of an adapter depend on the changes."""
         return bool(self.modules) and is_share(self.config.adapter_rank)
 
-    def _starts(self, tensor: TensorPlan) -> range:
+    def list_starts(self, tensor: TensorPlan) -> range:
         """A tensor of an adapter is one job, which makes all that is written for it."""
         whole = range(0, tensor.length, max(1, tensor.length))
-        return whole if self.modules else super()._starts(tensor)
+        return whole if self.modules else super().list_starts(tensor)
 
     def part(self, chosen: Sequence[int]) -> Self:
         """Some of the files, without what lies beside them: a tensor lies in one file, and files
@@ -322,6 +324,23 @@ def make_side_files(plan: FilePlan, inputs: Sequence[Checkpoint]) -> tuple[SideF
     side[CARD_FILE] = model_card(plan.config, inputs, plan.recipe, kind).encode()
     add_recipe(side, plan.config, inputs, __version__, plan.tokenizer, plan.files)
     return dict(sorted(side.items())), notes
+
+
+def record_matched(
+    plan: FilePlan, inputs: Sequence[Checkpoint], digests: Mapping[str, str]
+) -> FilePlan:
+    """The plan with the digests of its matched tensors in its recipe, wherever that stands."""
+    recipe = recipe_text(plan.config, inputs, __version__, plan.tokenizer, matched=digests)
+    metadata = recipe_metadata(recipe)
+    files = tuple(file.replace_metadata(metadata) for file in plan.files)
+    side = dict(plan.side)
+    if side.pop(RECIPE_FILE, None):
+        card = side[CARD_FILE]
+        assert isinstance(card, bytes)
+        side[CARD_FILE] = card.replace(plan.recipe.rstrip().encode(), recipe.rstrip().encode())
+        add_recipe(side, plan.config, inputs, __version__, plan.tokenizer, files, matched=digests)
+    side = dict(sorted(side.items()))
+    return dataclasses.replace(plan, recipe=recipe, files=files, side=side)
 
 
 def list_changes(

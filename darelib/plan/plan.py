@@ -115,7 +115,7 @@ class MergePlan:
             # Looks add up by chunks, whose starts are the same for all tensors.
             starts = range(0, tensor.length, TUNING.job_elements)
             if kind == MERGE:
-                starts = self._starts(tensor)
+                starts = self.list_starts(tensor)
             elif kind == SOLVE and tensor.matrices:
                 starts = range(0, tensor.length, tensor.matrices.size)
             own = COPY if kind == MERGE and not tensor.merged else kind
@@ -125,7 +125,7 @@ class MergePlan:
                     yield Job(order, tensor, start, stop, own, look_pass)
                     order += 1
 
-    def _starts(self, tensor: TensorPlan) -> range:
+    def list_starts(self, tensor: TensorPlan) -> range:
         step = tensor.encoding.find_step(tensor.base)
         return range(0, tensor.length, max(1, TUNING.job_elements // step) * step)
 
@@ -139,7 +139,7 @@ class MergePlan:
         batch: list[TensorPlan] = []
         elements = 0
         for tensor in self.tensors:
-            if not all((tensor.name, start) in done for start in self._starts(tensor)):
+            if not all((tensor.name, start) in done for start in self.list_starts(tensor)):
                 batch.append(tensor)
                 elements += tensor.base.count
             if elements >= enough and self.passes[tensor.name]:

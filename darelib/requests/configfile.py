@@ -83,7 +83,13 @@ def write_config(path: Path, settings: str, request: Request) -> None:
         for key, source in others.items()
         if source
     }
-    text = f"{settings.rstrip()}\n\n{tomli_w.dumps({'models': models})}"
+    tables: dict[str, Any] = {"models": models}
+    if request.examples:
+        files = [path_from(folder, str(file), file) for file in request.examples]
+        tables["examples"] = {"files": files}
+        if base := request.base_examples:
+            tables["examples"]["base"] = path_from(folder, str(base), base)
+    text = f"{settings.rstrip()}\n\n{tomli_w.dumps(tables)}"
     if path == STDOUT:
         print_result(text.rstrip())
         return

@@ -17,9 +17,10 @@ YAML_SUFFIXES: Final = (".yaml", ".yml")  # of mergekit's configurations
 TABLES: Final[dict[str, tuple[str, ...]]] = {
     "dare": tuple(SETTINGS),
     "models": ("base_file", "merge_files", "output_file", "tokenizer", "chat_template"),
+    "examples": ("files", "base"),
     "rules": ("match", *RULE_SETTINGS),
     "sweep": (*SWEEP_SETTINGS, "rules"),
-    "recipe": ("version", "mask", "seeds", "inputs", "files", "packed"),
+    "recipe": ("version", "mask", "seeds", "inputs", "files", "packed", "matched"),
 }
 
 
@@ -93,6 +94,7 @@ def parse_request(text: str, path: str, folder: Path) -> Request:
         parts = [model.name for source in (*sources.values(), *merge) for model in source.models]
         _check_names(path, names, [*parts, *(entry.get("file") for entry in inputs)])
         sources = {key: replace(own, recorded=own.name) for key, own in sources.items()}
+    examples = _parse_examples(path, tables.get("examples", {}), folder)
     output = sources.get("output_file")
     rules = enumerate(tables.get("rules", ()), 1)
     return Request(
@@ -107,7 +109,28 @@ def parse_request(text: str, path: str, folder: Path) -> Request:
         version=str(recipe.get("version", "")),
         packed=bool(recipe.get("packed")),
         sweep=tables.get("sweep", {}),
+        **examples,
     )
+
+
+def _parse_examples(path: str, table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """What [examples] names: a file for each model and, if it takes part, one for the base."""
+    files = table.get("files", [])
+    base = table.get("base")
+    if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
+        raise ConfigError(
+            f"{path}: [examples] files must be a list of paths, not {files!r}",
+            'write it as files = ["math.jsonl", "code.jsonl"], one for each model',
+        )
+    if base is not None and not isinstance(base, str):
+        raise ConfigError(
+            f"{path}: [examples] base must be a path in quotes, not {base!r}",
+            'write it as base = "general.txt"',
+        )
+    return {
+        "examples": tuple(Source.of(file, folder).path for file in files),
+        "base_examples": Source.of(base, folder).path if base else None,
+    }
 
 
 def is_stack(value: object) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from darelib.core.text import DareError
+from darelib.core.text import DareError, list_names
 from darelib.models.directories import KNOWN_FILES
 from darelib.models.inputs import open_models
 from darelib.models.packed import PACKED_KEY
@@ -19,7 +19,7 @@ from darelib.models.source import (
     list_recorded_parts,
     recorded_name,
 )
-from darelib.models.tensorfile import AGAIN_HINT, TensorFile
+from darelib.models.tensorfile import AGAIN_HINT, TensorFile, file_sha256
 from darelib.models.vocabulary import digest_tokenizer
 from darelib.output.destination import RECIPE_KEY
 from darelib.output.directory import (
@@ -106,6 +106,28 @@ def locate_inputs(request: Request, given: Sequence[str], path: Path) -> Request
         tokenizer=_locate("tokenizer", request.tokenizer, inputs),
         chat_template=_locate("chat_template", request.chat_template, inputs),
     )
+
+
+def check_examples(request: Request) -> None:
+    """Refuse other examples than a recipe was made with: it holds no text of them."""
+    base, *models = [entry.get("examples") for entry in request.inputs]
+    given = [request.base_examples, *request.examples]
+    wanted = [base, *models] if any(models) else [None]
+    names = [str(entry.get("file")) for entry in wanted if isinstance(entry, dict)]
+    if [each is None for each in given] != [each is None for each in wanted]:
+        raise DareError(
+            f"the recipe was matched with {list_names(names)}"
+            if names
+            else "the recipe was made without examples",
+            "give them with --examples and --base-examples" if names else "leave --examples out",
+        )
+    for entry, path in zip(wanted, given, strict=True):
+        is_known = path and isinstance(entry, dict) and path.is_file()
+        if path and entry and is_known and file_sha256(path) != entry.get("sha256"):
+            raise DareError(
+                f"{path.name!r} is not the {entry.get('file')!r} that the recipe was matched with",
+                "give that file, in the same order; for other examples, use no recipe",
+            )
 
 
 def _find_input(

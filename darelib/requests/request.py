@@ -55,6 +55,8 @@ class Request:
     version: str = ""  # of the tool that made the recipe
     packed: bool = False  # whether that is a packed model
     sweep: Mapping[str, Any] = field(default_factory=dict)  # what a search may choose
+    examples: tuple[Path, ...] = ()  # of each model's skill, if a merge is matched with some
+    base_examples: Path | None = None
 
 
 class SeveralDocuments(ConfigError):
@@ -93,6 +95,10 @@ def layer_flags(request: Request, flags: Mapping[str, Any]) -> Request:
         changes["merge"] = tuple(map(Source.of_model, flags["merge"]))
     if "output" in flags:
         changes["output"] = Source.of(flags["output"]).path
+    if "examples" in flags:
+        changes["examples"] = tuple(Source.of(name).path for name in flags["examples"])
+    if "base_examples" in flags:
+        changes["base_examples"] = Source.of(flags["base_examples"]).path
     rules = (*map(parse_rule, flags.get("rules", ())), *request.rules)
     if "bake" in flags:
         dare |= bake(dare, flags.keys(), len(changes.get("merge", request.merge)))

@@ -10,7 +10,12 @@ from darelib.core.text import ConfigError, DareError, install_hint, nearest
 RUNNERS: Final = ("threads", "ray")
 
 
-def check_runner(runner: str = "threads", part: Any = None, ray_address: str | None = None) -> None:
+def check_runner(
+    runner: str = "threads",
+    part: Any = None,
+    ray_address: str | None = None,
+    has_examples: bool = False,
+) -> None:
     if runner not in RUNNERS:
         raise ConfigError(f"there is no runner {runner!r}", nearest(str(runner), RUNNERS))
     if ray_address is not None and runner != "ray":
@@ -19,6 +24,11 @@ def check_runner(runner: str = "threads", part: Any = None, ray_address: str | N
         )
     if part is not None and runner != "threads":
         raise ConfigError(f"--part and --runner {runner} both divide a merge", "choose one of them")
+    if has_examples and runner != "threads":
+        raise ConfigError(
+            f"--runner {runner} divides a merge, and matching goes through the model in its order",
+            "merge on one machine, or without examples",
+        )
     is_pair = isinstance(part, tuple) and len(part) == 2 and {*map(type, part)} == {int}
     if part is not None and not (is_pair and 1 <= part[0] <= part[1]):
         raise ConfigError(
@@ -33,3 +43,14 @@ def load_in_memory() -> ModuleType:
     except ModuleNotFoundError:
         raise DareError("tensors in memory need torch", install_hint("torch")) from None
     return in_memory
+
+
+def load_matching() -> ModuleType:
+    try:
+        from darelib.run.matching import files
+    except ModuleNotFoundError as error:
+        raise DareError(
+            f"a merge with examples needs torch and transformers, and {error.name} is missing",
+            install_hint("match"),
+        ) from None
+    return files

@@ -33,7 +33,7 @@ from darelib.output.prepare import FilePlan, Module
 from darelib.plan.plan import COPY, MERGE, SOLVE, Job
 from darelib.plan.tensorplan import TensorPlan
 from darelib.run.rounds import run_rounds
-from darelib.run.solving import Solver
+from darelib.run.solving import Solver, make_worker
 from darelib.run.worker import Outcome, Worker, Write
 
 # For each entry of a matrix that becomes a product, as measured; and where the rank is large.
@@ -192,14 +192,12 @@ def open_worker(
     """The worker of a plan. measures_ranks: it only finds the ranks that the changes want, if the
     plan depends on them.
     """
-    worker = Worker(plan, inputs, plan.list_passes(), plan.specs(), interrupts)
+    worker = make_worker(plan, inputs, interrupts)
     if plan.modules:
         products = Products(plan, worker)
         worker.tasks |= {SOLVE: products.solve, MERGE: products.write, COPY: products.save}
         if measures_ranks and plan.is_measured:
             worker.tasks |= {MERGE: products.measure_rank, COPY: products.skip}
-    elif any(tensor.matrices for tensor in plan.tensors):
-        worker.tasks[SOLVE] = Solver(worker).solve
     return worker
 
 

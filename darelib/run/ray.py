@@ -22,10 +22,10 @@ from darelib.core.tuning import TUNING, raise_open_file_limit
 from darelib.models.inputs import explain_read_errors, open_models
 from darelib.models.source import Source
 from darelib.output.destination import Destination, explain_difference
-from darelib.output.prepare import FilePlan, plan_files
+from darelib.output.prepare import plan_files
 from darelib.output.publish import Output
 from darelib.output.tokenizer import TokenizerChoice
-from darelib.run.threads import Order, check_shards, list_done, make_part, publish
+from darelib.run.threads import Made, Order, check_shards, list_done, make_part, publish
 from darelib.run.worker import Outcome
 
 # What a process of the cluster has open: one merge, for all tasks that Ray gives it.
@@ -45,7 +45,7 @@ class Task:
     identity: dict[str, Any]  # that it must find
 
 
-def run(order: Order) -> tuple[FilePlan, list[Outcome]]:
+def run(order: Order) -> Made:
     ray = load_ray()
     plan = order.plan
     check_shards(plan, "--runner ray")
@@ -53,7 +53,7 @@ def run(order: Order) -> tuple[FilePlan, list[Outcome]]:
     identity = plan.identity(order.inputs)
     task = Task(sources, plan.config, plan.tokenizer, plan.output, identity)
 
-    def run_shards(output: Output) -> list[Outcome]:
+    def run_shards(output: Output) -> Made:
         outcomes = list_done(plan, output)
         done = {(outcome.tensor, outcome.start) for outcome in outcomes}
         shards = [plan.part([file]) for file in range(len(plan.files))]
@@ -73,7 +73,7 @@ def run(order: Order) -> tuple[FilePlan, list[Outcome]]:
             for file, entries in run_tasks(ray, list(todo), task, order.interrupts):
                 outcomes += map(Outcome.of_entry, entries)
                 advance(todo[file])
-        return outcomes
+        return plan, outcomes
 
     return publish(order, run_shards)
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from darelib.core.arrays import Factors
 from darelib.core.formats import FORMATS
+from darelib.core.interrupts import Interrupts
 from darelib.core.mask import TILE
 from darelib.core.pieces import Crew, employ
 from darelib.core.tuning import TUNING
@@ -26,7 +27,7 @@ from darelib.kernels.records import Buffers
 from darelib.methods.looks import Found, weigh_for_look
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.encodings import TensorInfo
-from darelib.plan.plan import Job, MergePlan
+from darelib.plan.plan import SOLVE, Job, MergePlan
 from darelib.plan.tensorplan import TensorPlan
 from darelib.run.worker import Abandoned, MatrixChange, Tally, Worker, Write, find_peaks
 
@@ -274,3 +275,11 @@ class Solver:
                 _, rows = thin_chunk(tensor.spec, buffers, count, models, start // TILE, skipped)
             deltas[:, place : place + count - skipped] = rows
         return deltas.reshape(models, tensor.matrices.rows, -1) if tensor.matrices else deltas
+
+
+def make_worker(plan: MergePlan, inputs: Sequence[Checkpoint], interrupts: Interrupts) -> Worker:
+    """The worker of a plan that merges, whatever becomes of what is merged."""
+    worker = Worker(plan, inputs, plan.list_passes(), plan.specs(), interrupts)
+    if any(tensor.matrices for tensor in plan.tensors):
+        worker.tasks[SOLVE] = Solver(worker).solve
+    return worker

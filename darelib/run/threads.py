@@ -4,7 +4,7 @@ threads.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from darelib.core.interrupts import Interrupts
 from darelib.core.text import LOG, ConfigError, count_of, human, progress
@@ -35,7 +35,10 @@ class Order:
         return f"{self.plan.output.name}{part}"
 
 
-def publish(order: Order, run: Callable[[Output], list[Outcome]]) -> tuple[FilePlan, list[Outcome]]:
+Made: TypeAlias = tuple[FilePlan, list[Outcome]]  # the plan of what was made, what all jobs found
+
+
+def publish(order: Order, run: Callable[[Output], Made]) -> Made:
     """Let a runner write a whole output, and publish it. run: runs the jobs that are not done."""
     plan = order.plan
     if plan.replaces:
@@ -45,20 +48,24 @@ def publish(order: Order, run: Callable[[Output], list[Outcome]]) -> tuple[FileP
         explain_write_errors(plan.output, order.resume),
         Output(plan.output, plan.files, identity, order.resume) as output,
     ):
-        outcomes = run(output)
+        plan, outcomes = run(output)
         check_related(plan, order.inputs, outcomes)
         output.publish(plan, lambda: check_unchanged(order.inputs), order.force, order.interrupts)
     return plan, outcomes
 
 
-def run(order: Order) -> tuple[FilePlan, list[Outcome]]:
-    """Make what is asked for. Gives the plan of what was made, and what all jobs of it found."""
+def run(order: Order) -> Made:
+    """Make what is asked for."""
     if order.part:
         return run_part(order, *order.part)
     order = replace(order, plan=settle_ranks(order.plan, order.inputs, order.interrupts))
     # Kernels are compiled first: so long as nothing is written, there is nothing to tidy up.
     worker = open_worker(order.plan, order.inputs, order.interrupts)
-    return publish(order, lambda output: run_merge(order.plan, worker, output, order.interrupts))
+
+    def make(output: Output) -> Made:
+        return order.plan, run_merge(order.plan, worker, output, order.interrupts)
+
+    return publish(order, make)
 
 
 def run_merge(
@@ -85,7 +92,7 @@ def run_merge(
     return outcomes
 
 
-def run_part(order: Order, k: int, n: int) -> tuple[FilePlan, list[Outcome]]:
+def run_part(order: Order, k: int, n: int) -> Made:
     """Make every nth file of an output, from the kth on."""
     plan = order.plan
     check_shards(plan, "--part")

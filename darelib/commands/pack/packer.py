@@ -50,13 +50,14 @@ from darelib.output.directory import (
     recipe_text,
 )
 from darelib.output.prepare import FilePlan, check_place, plan_files
+from darelib.output.publish import Output
 from darelib.output.tokenizer import SideFiles, TokenizerChoice
 from darelib.plan.checks import check_sample
 from darelib.plan.plan import COPY, LOOK, MERGE, Job
 from darelib.plan.tensorplan import PlannedFile, TensorPlan, assign_offsets, find_kept
 from darelib.run.reading import BROKEN_HINT
 from darelib.run.rounds import run_rounds
-from darelib.run.threads import Order, publish, run_merge
+from darelib.run.threads import Made, Order, publish, run_merge
 from darelib.run.worker import Outcome, Worker, Write
 
 # The bits that are all set in infinities and NaNs.
@@ -113,7 +114,11 @@ def pack(
         plan = check_place(plan, inputs, force)
         packer.worker.plan = plan
         order = Order(plan, inputs, interrupts, force, resume)
-        publish(order, lambda output: run_merge(plan, packer.worker, output, interrupts))
+
+        def make(output: Output) -> Made:
+            return plan, run_merge(plan, packer.worker, output, interrupts)
+
+        publish(order, make)
         return PackReport(
             output=str(output_file),
             tensors=len(plan.tensors),

@@ -1,0 +1,75 @@
+"""What a merge that was matched with examples found, and what its recipe keeps of it."""
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from darelib.core.text import count_of, list_names, printable, read_toml
+from darelib.models.tensorfile import peek_header
+
+MATCHED_KEY: Final = "matched"  # of a recipe: digests by tensor
+UNMATCHED: Final = "0" * 64  # the digest of one that could not be matched: it is made again
+
+
+@dataclass(frozen=True)
+class BlockMatch:
+    """How far outputs of matrices were off, relative to what the models give."""
+
+    name: str
+    matrices: int
+    before: float
+    after: float
+
+
+@dataclass(frozen=True)
+class MatchReport:
+    """What matching did. Prints as lines."""
+
+    blocks: tuple[BlockMatch, ...]
+    before: float
+    after: float
+    left: Mapping[str, tuple[str, ...]]  # matrices that stay as the method has them, by why
+    examples: tuple[int, ...]  # of each model, and of the base if it has some
+    tokens: tuple[int, ...]
+    # By model, on the answers of its examples; empty where there are none to judge.
+    losses: Mapping[str, Mapping[str, float]]
+
+    def __str__(self) -> str:
+        count = sum(block.matrices for block in self.blocks)
+        lines = [
+            f"matched {count:,} matri{'x' if count == 1 else 'ces'} with "
+            f"{count_of(sum(self.examples), 'example')} ({sum(self.tokens):,} tokens): outputs "
+            f"were off by {self.before:.1%}, and are by {self.after:.1%}"
+        ]
+        for model, by in self.losses.items():
+            words = ", ".join(f"{whose} {loss:.3f}" for whose, loss in by.items())
+            lines.append(f"loss on the answers of {printable(model)}: {words}")
+        for why, names in self.left.items():
+            lines.append(
+                f"{count_of(len(names), 'tensor')} not matched ({why}): {list_names(names)}"
+            )
+        return "\n".join(lines)
+
+
+def find_ratio(missing: float, wanted: float) -> float:
+    return math.sqrt(missing / wanted) if wanted else 0.0
+
+
+def list_matched(path: Path, key: str) -> dict[str, str]:
+    """The digests in the recipe of a file of tensors."""
+    recipe = read_toml(peek_header(path)[1].get(key, "")).get("recipe", {})
+    found = recipe.get(MATCHED_KEY, {})
+    return {str(name): str(digest) for name, digest in found.items()}
+
+
+def digest_range(path: Path, start: int, count: int) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        file.seek(start)
+        while count and (piece := file.read(min(count, 1 << 22))):
+            digest.update(piece)
+            count -= len(piece)
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""Merges that are matched with a few examples of each skill."""

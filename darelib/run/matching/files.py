@@ -1,0 +1,408 @@
+"""A merge into files, matched with examples: the weights that the walk wants come from the inputs,
+by plans of merges; what it solves goes to the output as if it were one more model's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from darelib.config import DareConfig
+from darelib.config.values import FULL
+from darelib.core.drops import Thinning
+from darelib.core.interrupts import Interrupts
+from darelib.core.text import LOG, ConfigError, DareError, progress
+from darelib.methods import DEFAULT
+from darelib.methods.looks import TensorSettings
+from darelib.methods.passthrough import PASSTHROUGH
+from darelib.models.checkpoint import Checkpoint
+from darelib.models.encodings import TensorInfo
+from darelib.output.matched import (
+    UNMATCHED,
+    BlockMatch,
+    MatchReport,
+    digest_range,
+    find_ratio,
+)
+from darelib.output.prepare import is_share, record_matched
+from darelib.output.publish import Output
+from darelib.plan.plan import Job, MergePlan, plan_merge
+from darelib.plan.tensorplan import TensorPlan, assign_offsets, choose_kernel
+from darelib.run.matching.language import Names, Reader, make_module, make_streams
+from darelib.run.matching.network import BASE, START, Network
+from darelib.run.matching.walk import EXCLUDED, Matched, Participant, Stream, Walk
+from darelib.run.products import open_worker
+from darelib.run.rounds import run_rounds
+from darelib.run.solving import make_worker
+from darelib.run.threads import Made, Order, publish, run_merge
+from darelib.run.worker import Outcome, Tally, sum_fields
+
+RIDGE: Final = 0.05
+FEW: Final = 16  # examples, below which a merge is hardly better matched
+JUDGED: Final = 2  # batches of each model's examples on which the base is judged, too
+MANY: Final = "made of several tensors"
+TIED: Final = "tied to another"
+NOT_MERGED: Final = "not merged"
+
+
+def start_from(config: DareConfig) -> DareConfig:
+    """What the method gives before it is matched: lambda multiplies the change in the end."""
+    rules = [
+        replace(rule, lambda_coeff=1.0) if rule.lambda_coeff else rule
+        for rule in config.typed_rules
+    ]
+    return replace(
+        config,
+        lambda_coeff=1.0 if config.lambda_coeff else 0.0,
+        dtype="float32",
+        rules=rules,
+        adapter_rank=None,
+        adapter_rest=None,
+    )
+
+
+class Inputs:
+    """The weights of base, models and start: each is a merge of its own, into memory."""
+
+    def __init__(
+        self, config: DareConfig, inputs: Sequence[Checkpoint], interrupts: Interrupts
+    ) -> None:
+        self.inputs = inputs
+        self.interrupts = interrupts
+        self.tallies: dict[str, dict[int, Tally]] = {}  # of the start, by tensor
+        fitting = replace(DareConfig(), mismatch=config.mismatch, any_base=True, dtype="float32")
+        alone = replace(fitting, drop_rate=0.0, components=config.components)
+        base, *models = inputs
+        self._plans: dict[int, tuple[MergePlan, Sequence[Checkpoint]]] = {
+            START: (plan_merge(start_from(config), inputs), inputs),
+            BASE: (plan_merge(replace(alone, method=PASSTHROUGH.name), [base]), [base]),
+        }
+        for i, model in enumerate(models):
+            self._plans[i] = plan_merge(alone, [base, model]), [base, model]
+
+    def make(self, who: int, names: Sequence[str]) -> dict[str, Tensor]:
+        """Tensors in float32."""
+        plan, inputs = self._plans[who]
+        wanted = {*names}
+        chosen = [tensor for tensor in plan.tensors if tensor.name in wanted]
+        tensors, [file] = assign_offsets(chosen, sys.maxsize, {}, "memory")
+        part = replace(plan, tensors=tuple(tensors), files=(file,))
+        head = len(file.header)
+        made = np.empty(file.size - head, np.uint8)
+
+        def put(_: int, view: memoryview, place: int) -> None:
+            made[place - head : place - head + len(view)] = view
+
+        def note(job: Job, outcome: Outcome | None) -> None:
+            if outcome and who == START:
+                known = self.tallies.setdefault(outcome.tensor, {})
+                for i, tally in outcome.tallies.items():
+                    known[i] = tally if i not in known else sum_fields([known[i], tally])
+
+        worker = make_worker(part, inputs, self.interrupts)
+        run_rounds(part.rounds(), worker, put, note, self.interrupts)
+        return {tensor.name: as_floats(made, tensor.output) for tensor in tensors}
+
+
+def as_floats(made: NDArray[np.uint8], info: TensorInfo) -> Tensor:
+    """A tensor among the bytes of all. Others than floats come as they are stored, flat."""
+    raw = torch.from_numpy(made[info.offset : info.offset + info.nbytes])
+    return raw.view(torch.float32).reshape(info.shape) if info.dtype == "F32" else raw
+
+
+class SolvedModel(Checkpoint):
+    """Matrices in memory, as one more model of the merge."""
+
+    def __init__(self, solved: Mapping[str, Tensor]) -> None:
+        self.name = "the matched model"
+        self.values = [np.ascontiguousarray(each.numpy()) for each in solved.values()]
+        self.tensors = {
+            name: TensorInfo("F32", tuple(each.shape), file=k)
+            for k, (name, each) in enumerate(solved.items())
+        }
+
+    def read_bytes(self, view: memoryview, info: TensorInfo, start: int) -> None:
+        raw = self.values[info.file].reshape(-1).view(np.uint8)
+        view[:] = raw[start : start + len(view)].data
+
+
+def place_solved(tensor: TensorPlan, solved: SolvedModel, number: int) -> TensorPlan:
+    """A row of the plan, of which the model of this number is the only one."""
+    info = solved.tensors[tensor.name]
+    settings = TensorSettings(
+        method=DEFAULT,
+        thinnings=(Thinning(),) * (number + 1),
+        weights=(1.0,) * (number + 1),
+        normalize=False,
+        lambda_coeff=tensor.settings.lambda_coeff,
+    )
+    return replace(
+        tensor,
+        finetuned=((number, info),),
+        mask_names=(tensor.name,),
+        settings=settings,
+        spec=choose_kernel(DEFAULT, tensor.base, [info], tensor.spec.output),
+    )
+
+
+class FileMatch:
+    """One merge into files, matched."""
+
+    def __init__(self, order: Order) -> None:
+        check_order(order)
+        self.order = order
+        self.plan = order.plan
+        self.config = order.plan.config
+        self.inputs = order.inputs
+        base = order.inputs[0]
+        self.weights = Inputs(self.config, order.inputs, order.interrupts)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        module = make_module(base.folder or base.files[0].path.parent, base.name)
+        for own in module.modules():
+            for name, buffer in own._buffers.items():
+                own._buffers[name] = None if buffer is None else buffer.to(device)
+        self.names = Names(module, {name: info.shape for name, info in base.tensors.items()})
+        self.network = Network(module, device)
+        self.rows = {tensor.name: tensor for tensor in self.plan.tensors}
+        self.tied = find_tied(module)
+        self.participants, self.watchers = self._read_examples()
+        self.digests: dict[str, str] = {}
+
+    def _read_examples(self) -> tuple[list[Participant], list[Participant]]:
+        """Who is matched with which examples; and the base, to be judged on some of each."""
+        base, *models = self.inputs
+        participants: list[Participant] = []
+        watchers: list[Participant] = []
+        for who, model in [*enumerate(models), (BASE, base)]:
+            examples = model.parts[0].examples
+            if examples is None:
+                continue
+            rows = self.plan.embedding_rows
+            tokens = Reader([model.folder, base.folder], model.name, rows).read(examples)
+            streams = make_streams(tokens)
+            participants.append(Participant(who, streams))
+            if who != BASE:
+                some = [Stream(s.batch, s.tokens, s.answers) for s in streams[:JUDGED]]
+                watchers.append(Participant(BASE, some, watches=True))
+            if len(examples.entries) < FEW:
+                LOG.warning(
+                    f"{examples.name} has {len(examples.entries)} examples: with fewer than {FEW}, "
+                    "a merge is matched to little more than these"
+                )
+        return participants, watchers
+
+    def explain_left(self, parameter: str) -> str:
+        """Why a matrix is not to be matched, or ""."""
+        row = self.rows.get(self.names.find_tensor(parameter))
+        if row is None:
+            return MANY
+        if parameter in self.tied:
+            return TIED
+        if row.quantised or not row.merged or not row.finetuned:
+            return NOT_MERGED
+        chosen = row.rule.matched if row.rule and row.rule.matched is not None else None
+        wanted = self.config.matched if chosen is None else chosen
+        return EXCLUDED if wanted is False or not row.settings.lambda_coeff else ""
+
+    def load(self, who: int, parameters: Sequence[str]) -> dict[str, Tensor]:
+        tensors = self.weights.make(who, self.names.list_tensors(parameters))
+        found = self.names.assemble(parameters, tensors)
+        return {name: each for name, each in found.items() if each.is_floating_point()}
+
+    def list_candidates(self) -> list[TensorPlan]:
+        """All that may be matched."""
+        names = [name for segment in self.network.segments for name in segment.matrices]
+        free = [name for name in dict.fromkeys(names) if not self.explain_left(name)]
+        return [self.rows[self.names.find_tensor(name)] for name in free]
+
+    def run(self) -> Made:
+        outputs = [name for row in self.list_candidates() for name in row.outputs]
+        if not outputs:
+            raise DareError("no matrix of the model can be matched", "merge without examples")
+        self.digests = dict.fromkeys(sorted(outputs), UNMATCHED)
+        self.plan = record_matched(self.plan, self.inputs, self.digests)
+        return publish(replace(self.order, plan=self.plan), self._make)
+
+    def _make(self, output: Output) -> Made:
+        interrupts = self.order.interrupts
+        results: list[Matched] = []
+        outcomes: list[Outcome] = []
+        done: set[str] = set()
+        with self.network.opened(), explain_memory():
+            self._choose_way()
+            walk = Walk(
+                self.network,
+                self.load,
+                [*self.participants, *self.watchers],
+                ridge=self.config.match_ridge or RIDGE,
+                excluded=self.explain_left,
+                check=interrupts.check,
+            )
+            steps = len(self.network.segments)
+            with progress("matching", steps, self.config.verbose) as advance:
+                for result in walk.run():
+                    outcomes += self._write(result, output)
+                    done |= {self.names.find_tensor(name) for name in result.solved}
+                    result.solved = dict.fromkeys(result.solved, torch.empty(0))
+                    results.append(result)
+                    advance(1)
+        left = [tensor for tensor in self.plan.tensors if tensor.name not in done]
+        rest = replace(self.plan, tensors=tuple(left))
+        worker = open_worker(rest, self.inputs, interrupts)
+        outcomes += run_merge(rest, worker, output, interrupts)
+        plan = record_matched(self.plan, self.inputs, self.digests)
+        for number, file in enumerate(plan.files):
+            output.write_at(number, memoryview(file.header), 0)
+        report = self._report(results)
+        warnings = (*plan.warnings, *self._compare_losses())
+        return replace(plan, matching=report, warnings=warnings), outcomes
+
+    def _choose_way(self) -> None:
+        """By blocks, if the module can be called so; else as a whole."""
+        batch = self.participants[0].streams[0].batch
+        first = {name: each[:1] for name, each in batch.items()}
+        if not self.network.blocks:
+            reason = "it has no blocks"
+        elif not (reason := self.network.find_obstacle(self.load, first)):
+            return
+        LOG.warning(f"the model is matched as a whole, which takes longer: {reason}")
+        self.network.join()
+
+    def _write(self, result: Matched, output: Output) -> list[Outcome]:
+        """Write what was solved of a segment, and note its digests."""
+        named = {self.names.find_tensor(name): each for name, each in result.solved.items()}
+        solved = SolvedModel(named)
+        number = len(self.inputs) - 1
+        rows = [place_solved(self.rows[name], solved, number) for name in named]
+        part = replace(self.plan, tensors=tuple(rows), seeds=(*self.plan.seeds, 0))
+        outcomes: list[Outcome] = []
+
+        def note(job: Job, outcome: Outcome | None) -> None:
+            if outcome:
+                counted = self.weights.tallies[outcome.tensor] if job.start == 0 else {}
+                outcomes.append(replace(outcome, tallies=counted))
+
+        worker = open_worker(part, [*self.inputs, solved], self.order.interrupts)
+        run_rounds(part.rounds(), worker, output.write_at, note, self.order.interrupts)
+        for row in rows:
+            for name, info in row.outputs.items():
+                place = worker.place_of(info)
+                self.digests[name] = digest_range(output.paths[info.file], place, info.nbytes)
+        return outcomes
+
+    def _compare_losses(self) -> Iterator[str]:
+        for participant, watcher in zip(self.participants, self.watchers, strict=False):
+            own = sum(loss for loss, _ in participant.losses.get("own", [])[:JUDGED])
+            base = sum(loss for loss, _ in watcher.losses.get("own", []))
+            if base and own >= base:
+                name = self.plan.models[participant.who]
+                yield (
+                    f"{name} is no better than the base on the answers of its own examples, so "
+                    "matching teaches the merge nothing of it: are the files in another order than "
+                    "the models, or of another task?"
+                )
+
+    def _report(self, results: Sequence[Matched]) -> MatchReport:
+        left: dict[str, list[str]] = {}
+        for result in results:
+            for name, why in result.left.items():
+                left.setdefault(why, []).append(name)
+        done = {name for result in results for name in result.solved}
+        blocks = [
+            BlockMatch(
+                name=result.name,
+                matrices=len(result.solved),
+                before=find_ratio(result.before, result.wanted),
+                after=find_ratio(result.after, result.wanted),
+            )
+            for result in results
+            if result.solved
+        ]
+        wanted = sum(result.wanted for result in results)
+        before = sum(result.before for result in results)
+        after = sum(result.after for result in results)
+        losses: dict[str, dict[str, float]] = {}
+        for k, participant in enumerate(self.participants):
+            if participant.who == BASE:
+                continue
+            found = {
+                "base": self.watchers[k].mean_loss("own"),
+                "own": participant.mean_loss("own"),
+                "merged": participant.mean_loss("merged"),
+            }
+            known = {whose: loss for whose, loss in found.items() if loss is not None}
+            losses |= {self.plan.models[participant.who]: known} if known else {}
+        used = [model.parts[0].examples for model in (*self.inputs[1:], self.inputs[0])]
+        return MatchReport(
+            blocks=tuple(blocks),
+            before=find_ratio(before, wanted),
+            after=find_ratio(after, wanted),
+            left={why: tuple(n for n in names if n not in done) for why, names in left.items()},
+            examples=tuple(len(each.entries) for each in used if each),
+            tokens=tuple(count_tokens(each) for each in self.participants),
+            losses=losses,
+        )
+
+
+def count_tokens(participant: Participant) -> int:
+    masks = [stream.tokens for stream in participant.streams]
+    return sum(int(mask.sum()) for mask in masks if mask is not None)
+
+
+def find_tied(module: torch.nn.Module) -> set[str]:
+    """Parameters that more than one module uses."""
+    uses: dict[int, list[str]] = {}
+    for name, each in module.named_parameters(remove_duplicate=False):
+        uses.setdefault(id(each), []).append(name)
+    return {name for names in uses.values() if len(names) > 1 for name in names}
+
+
+def check_order(order: Order) -> None:
+    """Refuse what a matched merge cannot be."""
+    if order.part:
+        raise ConfigError(
+            "--part divides a merge by files, and matching goes through the model in its order",
+            "merge on one machine, or without examples",
+        )
+    if order.resume:
+        raise ConfigError(
+            "a merge with examples cannot be continued: each matrix depends on those before it",
+            "leave --resume out",
+        )
+    rank = order.plan.config.adapter_rank
+    if rank == FULL or is_share(rank):
+        raise ConfigError(
+            f"adapter_rank {rank} is found from the models' changes, and matching changes them",
+            "give the rank as a number, like --adapter-rank 32",
+        )
+
+
+@contextmanager
+def explain_memory() -> Iterator[None]:
+    hint = "give a smaller --max-tokens or --max-examples, or a machine with more"
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise DareError(
+            "the GPU has too little memory to match the model",
+            f"{hint}; CUDA_VISIBLE_DEVICES= uses the CPU",
+        ) from None
+    except MemoryError:
+        raise DareError("there is too little memory to match the model", hint) from None
+    except RuntimeError as error:
+        if "allocate memory" not in str(error):
+            raise
+        raise DareError("there is too little memory to match the model", hint) from None
+
+
+def run(order: Order) -> Made:
+    """Merge, and match what the method gives."""
+    return FileMatch(order).run()

@@ -1,0 +1,265 @@
+"""Models of the Hugging Face ecosystem: the module that a configuration describes, without weights;
+its names for them; its tokenizer, and examples as batches of tokens.
+
+No code that comes with a checkpoint is run, and nothing is looked for on the Hub.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from darelib.core.text import DareError
+from darelib.models.directories import CONFIG_FILE
+from darelib.models.examples import Examples
+from darelib.models.tensorfile import read_json
+from darelib.run.matching.walk import Stream
+
+BATCH_TOKENS: Final = 4096  # of a batch, with its padding
+FAILURES: Final = (AttributeError, ImportError, KeyError, OSError, TypeError, ValueError)
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """Parameters of modules that are made have no values, and take no memory; buffers do."""
+    register = nn.Module.register_parameter
+
+    def register_empty(module: nn.Module, name: str, given: nn.Parameter | None) -> None:
+        empty = given if given is None else nn.Parameter(given.to("meta"), given.requires_grad)
+        register(module, name, empty)
+
+    setattr(nn.Module, "register_parameter", register_empty)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(nn.Module, "register_parameter", register)  # noqa: B010
+
+
+def make_module(folder: Path, name: str) -> Any:
+    """The module that config.json in a folder describes, of the class that it names."""
+    if not (folder / CONFIG_FILE).is_file():
+        raise DareError(
+            f"to match {name!r} with examples, its {CONFIG_FILE} is needed, and there is none",
+            "give the model's directory; in Python, dare_match takes any module",
+        )
+    table = read_json(folder / CONFIG_FILE, f"{name}/{CONFIG_FILE}")
+    [architecture, *_] = table.get("architectures") or ["?"]
+    kind: Any = getattr(transformers, str(architecture), None)
+    is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+    if not is_model:
+        raise DareError(
+            f"{name!r} is a {architecture}, which transformers does not have",
+            "install a newer transformers, or merge without examples",
+        )
+    try:
+        config = kind.config_class.from_pretrained(folder, local_files_only=True)
+        config.use_cache = False
+        with without_values(), torch.random.fork_rng(devices=[]):
+            module: Any = kind(config)
+    except FAILURES as error:
+        raise DareError(
+            f"transformers cannot make the module of {name!r}: {error}",
+            "check its config.json, or merge without examples",
+        ) from None
+    return module.float()
+
+
+class Names:
+    """What a module calls the tensors of a checkpoint, and how it makes its parameters of them:
+    transformers renames some when it loads them, and stacks the experts of mixtures.
+    """
+
+    def __init__(self, module: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """shapes: of the checkpoint's tensors, by name."""
+        self.module = module
+        self._groups: dict[str, list[str]] = {}  # tensors that go together, by what they become
+        self._patterns: dict[str, str] = {}  # by tensor, where it is converted
+        self._converters: dict[str, Any] = {}
+        wanted = {name for name, _ in module.named_parameters()}
+        place = self._name_as_loaded() if wanted - shapes.keys() else lambda name: (name, None)
+        for name in shapes:
+            group, pattern = place(name)
+            self._groups.setdefault(group, []).append(name)
+            if pattern:
+                self._patterns[name] = pattern
+        empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        made = {group: self._convert(group, empty) for group in self._groups}
+        # By parameter: what it becomes part of.
+        self._owners = {parameter: group for group, found in made.items() for parameter in found}
+        if lost := sorted(wanted - self._owners.keys()):
+            raise DareError(
+                f"the base has no tensor for {lost[0]!r} of the module that transformers makes",
+                "install another version of transformers, or merge without examples",
+            )
+
+    def _name_as_loaded(self) -> Callable[[str], tuple[str, str | None]]:
+        try:
+            from transformers import conversion_mapping, core_model_loading
+
+            steps = conversion_mapping.get_model_conversion_mapping(self.module)
+            renamings = [e for e in steps if isinstance(e, core_model_loading.WeightRenaming)]
+            converters = [e for e in steps if isinstance(e, core_model_loading.WeightConverter)]
+            rename = core_model_loading.rename_source_key
+        except (ImportError, AttributeError):
+            raise DareError(
+                "this version of transformers cannot say how it loads the model",
+                "install transformers 5, or merge without examples",
+            ) from None
+        self._converters = {k: each for each in converters for k in each.source_patterns}
+        state = self.module.state_dict()
+        prefix = self.module.base_model_prefix
+        return lambda name: rename(name, renamings, converters, prefix, state)
+
+    def _convert(self, group: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The parameters that some tensors become."""
+        names = self._groups[group]
+        if names[0] not in self._patterns:
+            return {group: tensors[names[0]]}
+        converter = copy.deepcopy(self._converters[self._patterns[names[0]]])
+        for name in sorted(names, key=natural):
+            converter.add_tensor(group, name, self._patterns[name], tensors[name])
+        made = converter.convert(group, model=self.module, config=self.module.config)
+        return {name: each[0] if isinstance(each, list) else each for name, each in made.items()}
+
+    def find_tensor(self, parameter: str) -> str:
+        """The one tensor that a parameter is; "": it is made of several, or of a part of one."""
+        names = self._groups.get(self._owners.get(parameter, ""), [])
+        return names[0] if len(names) == 1 and names[0] not in self._patterns else ""
+
+    def list_tensors(self, parameters: Iterable[str]) -> list[str]:
+        """All that some parameters are made of."""
+        groups = dict.fromkeys(self._owners[each] for each in parameters if each in self._owners)
+        return [name for group in groups for name in self._groups[group]]
+
+    def assemble(
+        self, parameters: Iterable[str], tensors: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        groups = dict.fromkeys(self._owners[each] for each in parameters if each in self._owners)
+        made = [self._convert(group, tensors) for group in groups]
+        return {name: each for found in made for name, each in found.items()}
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Names in the order of the numbers in them."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+
+
+class Tokens(NamedTuple):
+    ids: list[int]
+    answered: int  # from which on they are the answer
+
+
+class Reader:
+    """Turns examples into tokens, by a model's own tokenizer and template, or else the base's."""
+
+    def __init__(self, folders: Sequence[Path | None], name: str, rows: int) -> None:
+        """folders: the model's and the base's. rows: tokens that the base has room for."""
+        self.name = name
+        self.rows = rows
+        found = [self._open(folder) for folder in folders if folder]
+        self.tokenizers = [each for each in found if each is not None]
+
+    def _open(self, folder: Path) -> Any:
+        if not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
+            return None
+        with contextlib.suppress(*FAILURES):
+            return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return None
+
+    @property
+    def tokenizer(self) -> Any:
+        if not self.tokenizers:
+            raise DareError(
+                f"neither {self.name!r} nor the base has a tokenizer that transformers can read",
+                "put one beside the model, or give examples as input_ids",
+            )
+        return self.tokenizers[0]
+
+    def read(self, examples: Examples) -> list[Tokens]:
+        tokens = []
+        for k, entry in enumerate(examples.entries, 1):
+            own = self._read_one(entry, f"example {k} of {examples.name!r}")
+            if self.rows and max(own.ids, default=0) >= self.rows:
+                raise DareError(
+                    f"example {k} of {examples.name!r} has a token that the base has no row for",
+                    "use the base's tokenizer, or leave the example out",
+                )
+            cut = Tokens(own.ids[: examples.tokens], own.answered)
+            if len(cut.ids) > 1:
+                tokens.append(cut)
+        if not tokens:
+            raise DareError(f"no example of {examples.name!r} has two tokens", "give longer ones")
+        return tokens
+
+    def _read_one(self, entry: Mapping[str, Any], where: str) -> Tokens:
+        if "input_ids" in entry:
+            return Tokens(entry["input_ids"], 1)
+        if "text" in entry:
+            return Tokens(self.tokenizer(entry["text"])["input_ids"], 1)
+        if "messages" in entry:
+            return self._read_messages(entry["messages"], where)
+        prompt = self.tokenizer(entry["prompt"])["input_ids"]
+        end = getattr(self.tokenizer, "eos_token_id", None)
+        if prompt and prompt[-1] == end:
+            prompt = prompt[:-1]
+        answer = self.tokenizer(entry["completion"], add_special_tokens=False)["input_ids"]
+        return Tokens([*prompt, *answer, *([] if end is None else [end])], len(prompt))
+
+    def _read_messages(self, messages: list[dict[str, Any]], where: str) -> Tokens:
+        """A conversation, by the first chat template that there is; the last turn is the answer."""
+        written = [each for each in self.tokenizers if getattr(each, "chat_template", None)]
+        if not written:
+            raise DareError(
+                f"{where} is a conversation, and neither {self.name!r} nor the base has a chat "
+                "template",
+                "give prompts and completions, or add a chat template to the model",
+            )
+        try:
+            whole = self.tokenizer(
+                written[0].apply_chat_template(messages, tokenize=False), add_special_tokens=False
+            )["input_ids"]
+            asked = self.tokenizer(
+                written[0].apply_chat_template(
+                    messages[:-1], tokenize=False, add_generation_prompt=True
+                ),
+                add_special_tokens=False,
+            )["input_ids"]
+        except Exception as error:  # whatever a template raises
+            raise DareError(f"the chat template cannot write {where}: {error}", "fix it") from None
+        pairs = zip(whole[:-1], asked, strict=False)
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
+        return Tokens(whole, max(1, len(list(same))))
+
+
+def make_streams(tokens: Sequence[Tokens]) -> list[Stream]:
+    """Batches of examples of about the same length, so that few tokens are padding."""
+    streams: list[Stream] = []
+    batch: list[Tokens] = []
+    for each in [*sorted(tokens, key=lambda each: -len(each.ids)), None]:
+        if batch and (each is None or (len(batch) + 1) * len(batch[0].ids) > BATCH_TOKENS):
+            streams.append(make_stream(batch))
+            batch = []
+        if each is not None:
+            batch.append(each)
+    return streams
+
+
+def make_stream(batch: Sequence[Tokens]) -> Stream:
+    length = len(batch[0].ids)
+    ids = torch.zeros(len(batch), length, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    answers = torch.zeros(len(batch), length, dtype=torch.bool)
+    for row, each in enumerate(batch):
+        ids[row, : len(each.ids)] = torch.tensor(each.ids)
+        mask[row, : len(each.ids)] = 1
+        answers[row, each.answered : len(each.ids)] = True
+    return Stream({"input_ids": ids, "attention_mask": mask}, mask.bool(), answers)

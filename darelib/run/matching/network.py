@@ -1,0 +1,256 @@
+"""A torch module, called with weights from outside, in segments: what comes before its blocks, each
+block, what comes after them. Only finding the blocks is special.
+
+The module's own forward supplies each block's arguments, masks and positions among them. Blocks
+that are done give what the last of them gave; the one that is reached takes what it was called
+with. Where that is not what the module itself would do, it is one segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+
+Weights: TypeAlias = Mapping[str, Tensor]  # by the names that the module has for them
+# The weights of these names: of a model, by its number, or of START or BASE.
+Load: TypeAlias = Callable[[int, Sequence[str]], dict[str, Tensor]]
+START, BASE = -2, -1  # the merged model before it is matched; the base
+WHOLE = -2  # the number of a segment that is all of the module
+BEFORE = -1  # of the one before the first block
+
+
+class Reached(Exception):
+    """The forward has come to the block that is wanted."""
+
+    def __init__(self, arguments: Any) -> None:
+        super().__init__()
+        self.arguments = arguments
+
+
+@dataclass(frozen=True)
+class Segment:
+    name: str
+    number: int  # of a block
+    parameters: list[str]
+    matrices: dict[str, nn.Module] = field(hash=False)  # by the names of their weights
+
+
+def is_matrix(module: nn.Module) -> bool:
+    """Whether a module multiplies by a matrix: torch's own, or GPT-2's, which is transposed."""
+    return isinstance(module, nn.Linear) or is_transposed(module)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def find_blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
+    """The longest list of modules that hold two matrices or more, each a module that is called."""
+    found: tuple[str, list[nn.Module]] = "", []
+    kinds = getattr(model, "_no_split_modules", None) or ()
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential):
+            continue
+        blocks = list(module)
+        known = all(type(block).__name__ in kinds for block in blocks)
+        called = not any(isinstance(block, nn.ModuleList | nn.ModuleDict) for block in blocks)
+        full = all(sum(map(is_matrix, block.modules())) > 1 for block in blocks)
+        if called and (known or full) and len(blocks) > max(1, len(found[1])):
+            found = name, blocks
+    return found
+
+
+def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a module is called with, as arguments."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch), {}) if isinstance(batch, tuple | list) else ((batch,), {})
+
+
+def move(tree: Any, device: torch.device | str) -> Any:
+    def move_one(each: Any) -> Any:
+        return each.to(device) if isinstance(each, Tensor) else each
+
+    return pytree.tree_map(move_one, tree)
+
+
+def find_tensors(tree: Any) -> list[Tensor]:
+    return [each for each in pytree.tree_leaves(tree) if isinstance(each, Tensor)]
+
+
+def first_tensor(tree: Any) -> Tensor:
+    return find_tensors(tree)[0]
+
+
+class Network:
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.model = model
+        self.device = device
+        prefix, self.blocks = find_blocks(model)
+        self.prefixes = [f"{prefix}.{k}." for k in range(len(self.blocks))]
+        stored = model.state_dict().keys()
+        buffers = [name for name, _ in model.named_buffers() if name in stored]
+        self.names = [*(name for name, _ in model.named_parameters()), *buffers]
+        self.own = [name for name in self.names if not name.startswith(tuple(self.prefixes))]
+        self._place = 0  # of the hidden states among the tensors that the first block is given
+        self._at = WHOLE  # the block at which to stop
+        self._known: Any = None  # what the last block that is done gave
+        self._watch: Callable[[int, Any], Any] | None = None  # what runs blocks, where all are run
+
+    @property
+    def segments(self) -> list[Segment]:
+        if not self.blocks:
+            return [self._make_segment("the model", WHOLE, self.names)]
+        inside = [
+            self._make_segment(prefix[:-1], k, [n for n in self.names if n.startswith(prefix)])
+            for k, prefix in enumerate(self.prefixes)
+        ]
+        before = self._make_segment("before the blocks", BEFORE, self.own)
+        after = self._make_segment("after the blocks", len(self.blocks), self.own)
+        return [before, *inside, after]
+
+    def _make_segment(self, name: str, number: int, parameters: list[str]) -> Segment:
+        weights = {f"{path}.weight": module for path, module in self.model.named_modules()}
+        matrices = {
+            each: weights[each]
+            for each in parameters
+            if each in weights and is_matrix(weights[each])
+        }
+        return Segment(name, number, parameters, matrices)
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """While blocks are replaced, nothing is trained and no gradient kept."""
+        was_training = self.model.training
+        replaced = list(self.blocks)
+        self._forwards = [block.forward for block in replaced]
+        for k, block in enumerate(replaced):
+            block.forward = partial(self._enter, k)
+        try:
+            with torch.no_grad():
+                self.model.eval()
+                yield
+        finally:
+            for block in replaced:
+                del block.forward
+            self.model.train(was_training)
+
+    def join(self) -> None:
+        """From now on, it is one segment."""
+        for block, forward in zip(self.blocks, self._forwards, strict=True):
+            block.forward = forward
+        self.blocks, self.prefixes = [], []
+
+    def _enter(self, k: int, *args: Any, **kwargs: Any) -> Any:
+        if self._watch:
+            return self._watch(k, (args, kwargs))
+        if k < self._at:
+            return self._known
+        raise Reached((args, kwargs))
+
+    def _run_block(self, k: int, weights: Weights, arguments: Any) -> Any:
+        prefix = self.prefixes[k]
+        block = self.blocks[k]
+        own = {name.removeprefix(prefix): each for name, each in weights.items()}
+        entered = block.forward
+        block.forward = self._forwards[k]
+        try:
+            return functional_call(block, own, *arguments)
+        finally:
+            block.forward = entered
+
+    def call(self, segment: Segment, weights: Weights, batch: Any, known: Any) -> Any:
+        """What a segment gives. known: what the one before it gave."""
+        if 0 <= segment.number < len(self.blocks):
+            arguments = self.reach(segment.number, batch, known, self.make_empty())
+            return self._run_block(segment.number, weights, arguments)
+        if segment.number == BEFORE:
+            return find_tensors(self.reach(0, batch, None, weights))[self._place]
+        self._at, self._known = segment.number, known
+        return functional_call(self.model, dict(weights), *split_batch(batch))
+
+    def make_empty(self) -> dict[str, Tensor]:
+        """Zeros in place of all weights outside the blocks: nothing that a block takes from there
+        depends on them, and they take no memory.
+        """
+        own = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+        zero = torch.zeros((), device=self.device)
+        return {
+            name: zero.expand(own[name].shape) for name in self.own if own[name].is_floating_point()
+        }
+
+    def reach(self, at: int, batch: Any, known: Any, weights: Weights) -> Any:
+        """The arguments of a block. known: what the block before it gave; of the first, its hidden
+        states, or None: those that the weights give.
+        """
+        self._at, self._known = at, known
+        try:
+            functional_call(self.model, dict(weights), *split_batch(batch))
+        except Reached as reached:
+            arguments = reached.arguments
+        if at or known is None:
+            return arguments
+        leaves, shape = pytree.tree_flatten(arguments)
+        places = [k for k, each in enumerate(leaves) if isinstance(each, Tensor)]
+        leaves[places[self._place]] = known
+        return pytree.tree_unflatten(leaves, shape)
+
+    def find_obstacle(self, load: Load, batch: Any) -> str:
+        """Why the module cannot be called block by block, or "": it is called as a whole, once, and
+        then as the walk would, with what its blocks gave.
+        """
+        calls: list[tuple[int, Any, Any]] = []
+
+        def watch(k: int, arguments: Any) -> Any:
+            names = [name for name in self.names if name.startswith(self.prefixes[k])]
+            given = self._run_block(k, self.take(load, BASE, names), arguments)
+            calls.append((k, arguments, given))
+            return given
+
+        batch = move(batch, self.device)
+        weights = self.take(load, BASE, self.own)
+        after = self.segments[-1]
+        try:
+            self._watch = watch
+            whole = self.call(after, weights, batch, None)
+            self._watch = None
+            if [k for k, _, _ in calls] != list(range(len(self.blocks))):
+                return "its blocks are not called one after the other"
+            with torch.enable_grad():
+                empty = {name: each.requires_grad_() for name, each in self.make_empty().items()}
+                for k, arguments, _ in calls:
+                    known = calls[k - 1][2] if k else None
+                    if reason := self._compare(k, arguments, self.reach(k, batch, known, empty)):
+                        return reason
+            walked = self.call(after, weights, batch, calls[-1][2])
+        except RuntimeError as error:  # of a module that expects something else
+            return f"it fails: {error}"
+        finally:
+            self._watch = None
+        same = zip(find_tensors(whole), find_tensors(walked), strict=True)
+        is_same = all(torch.allclose(one, other, 1e-4, 1e-5) for one, other in same)
+        return "" if is_same else "its output depends on more than its last block"
+
+    def _compare(self, k: int, plain: Any, walked: Any) -> str:
+        """Why the arguments of a block are not the ones that it was given, if they are not."""
+        tensors = find_tensors(walked)
+        others = find_tensors(plain)
+        depending = [place for place, each in enumerate(tensors) if each.requires_grad]
+        if len(tensors) != len(others) or len(depending) != (k == 0):
+            return "its blocks are given more of its weights than hidden states"
+        if k == 0:
+            [self._place] = depending
+        pairs = [pair for pair in enumerate(tensors) if pair[0] not in depending]
+        is_same = all(torch.equal(each, others[place]) for place, each in pairs)
+        return "" if is_same else "its blocks are given what others have left"
+
+    def take(self, load: Load, who: int, names: Sequence[str]) -> dict[str, Tensor]:
+        return {name: each.to(self.device) for name, each in load(who, names).items()}

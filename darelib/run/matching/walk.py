@@ -1,0 +1,390 @@
+"""Matching: the matrices of a merged model are solved for, in forward order, so that on each
+model's examples they give what that model's own give.
+
+    X_i, Z_i  what comes into a matrix on the examples of model i: in the merged model, of which all
+              matrices before it are solved, and in the model itself
+    W_i, S    the matrix of model i, and of the merged model before it is matched
+    W         the one that makes  sum_i |W X_i - W_i Z_i|^2 / n_i + e_i |W - S|^2  least,
+              where n_i is the mean square of what comes in:  W = S + R A^-1  with
+              A = sum_i X_i X_i^T / n_i + e_i I   and   R = sum_i (W_i Z_i - S X_i) X_i^T / n_i
+
+Only the sums A and R are kept. At the last matrix of a block the difference of what the block gives
+takes the place of W_i Z_i - S X_i, if the block adds what the matrix gives: that repairs what was
+left on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from darelib.run.matching.network import (
+    START,
+    Load,
+    Network,
+    Segment,
+    first_tensor,
+    is_transposed,
+    move,
+)
+
+# Why a matrix stays as it is.
+NO_INPUT: Final = "nothing came into them"
+OFTEN: Final = "used more than once"
+ELSEWHERE: Final = "not every token came into them"
+NOT_FINITE: Final = "no finite solution"
+EXCLUDED: Final = "excluded by a rule"
+SMALLEST: Final = 1e-30  # of what comes in
+NUDGE: Final = 1e-2  # by which it is tried whether a block adds what its last matrix gives
+ADDED: Final = 1e-3  # how exactly
+
+
+@dataclass
+class Stream:
+    """A batch of a model's examples, and how far it has come, in the model and in the merge."""
+
+    batch: Any
+    tokens: Tensor | None = None  # which count, where it is padded
+    answers: Tensor | None = None  # which are judged: each as the next of the one before it
+    own: Any = None
+    merged: Any = None
+
+
+@dataclass
+class Participant:
+    who: int
+    streams: list[Stream]
+    watches: bool = False  # whether it only goes along, and nothing is matched with it
+    losses: dict[str, list[tuple[float, int]]] = field(
+        default_factory=dict
+    )  # sums, and of how many
+
+    def judge(self, whose: str, output: Any, stream: Stream) -> None:
+        """Note the loss on the answers."""
+        if stream.answers is None:
+            return
+        chosen = stream.answers[:, 1:].to(output.logits.device)
+        ids = stream.batch["input_ids"][:, 1:].to(output.logits.device)[chosen]
+        logits = output.logits[:, :-1][chosen].float()
+        loss = nn.functional.cross_entropy(logits, ids, reduction="sum")
+        self.losses.setdefault(whose, []).append((float(loss), len(ids)))
+
+    def mean_loss(self, whose: str) -> float | None:
+        """None: nothing was judged."""
+        sums = self.losses.get(whose, [])
+        count = sum(each for _, each in sums)
+        return sum(loss for loss, _ in sums) / count if count else None
+
+
+@dataclass
+class Matched:
+    """What was found of a segment: its matrices, and how far their outputs were off."""
+
+    name: str
+    solved: dict[str, Tensor] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)  # matrices that stay, and why
+    wanted: float = 0.0  # the mean square of what the matrices should give
+    before: float = 0.0  # of what is missing from that
+    after: float = 0.0
+
+
+class Sums:
+    """What is summed over the tokens of one model, or of all: for matrices with one input."""
+
+    def __init__(self, width: int, outputs: dict[str, int], device: torch.device) -> None:
+        self.gram = torch.zeros(width, width, device=device)
+        self.cross = {n: torch.zeros(rows, width, device=device) for n, rows in outputs.items()}
+        self.wanted = dict.fromkeys(outputs, 0.0)
+        self.before = dict.fromkeys(outputs, 0.0)
+        self.ridge = 0.0
+        self.tokens = 0
+
+    def add(self, inputs: Tensor, wanted: dict[str, Tensor], missing: dict[str, Tensor]) -> None:
+        self.tokens += len(inputs)
+        self.gram.addmm_(inputs.T, inputs)
+        for name, each in missing.items():
+            self.cross[name].addmm_(each.T, inputs)
+            self.before[name] += float(each.square().sum())
+            self.wanted[name] += float(wanted[name].square().sum())
+
+    def include(self, model: Sums, ridge: float) -> None:
+        """Add one model's sums, by the size of its inputs. Few tokens, more ridge."""
+        size = float(model.gram.diagonal().mean())
+        if size < SMALLEST:
+            return
+        width = len(self.gram)
+        self.ridge += min(1.0, ridge * width / model.tokens)
+        self.gram.add_(model.gram, alpha=1 / size)
+        for name, each in model.cross.items():
+            self.cross[name].add_(each, alpha=1 / size)
+            self.before[name] += model.before[name] / size
+            self.wanted[name] += model.wanted[name] / size
+
+    def solve(self) -> dict[str, Tensor]:
+        """The changes of the matrices; one that is not finite is for the caller to see."""
+        names = list(self.cross)
+        right = torch.cat([self.cross[name] for name in names]).T
+        system = self.gram + self.ridge * torch.eye(len(self.gram), device=self.gram.device)
+        factor, failed = torch.linalg.cholesky_ex(system)
+        if failed:
+            system, right = system.double(), right.double()
+            factor, _ = torch.linalg.cholesky_ex(system)
+        found = torch.cholesky_solve(right, factor)
+        found = found + torch.cholesky_solve(right - system @ found, factor)  # of what is rounded
+        sizes = [len(self.cross[name]) for name in names]
+        return dict(zip(names, torch.split(found.float().T, sizes), strict=True))
+
+    def find_left(self, name: str, change: Tensor) -> float:
+        """The square of what is missing with a change."""
+        gained = 2 * float((change * self.cross[name]).sum())
+        return max(0.0, self.before[name] - gained + float(((change @ self.gram) * change).sum()))
+
+
+class Enough(Exception):
+    """All that is wanted of a forward is seen."""
+
+
+@contextmanager
+def seen(matrices: dict[str, nn.Module], stops: bool) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+    """What comes into matrices, and what they give. stops: end the forward after the last."""
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def note(name: str, _: nn.Module, inputs: Any, output: Tensor) -> None:
+        found[name] = inputs[0], output
+        if stops and len(found) == len(matrices):
+            raise Enough
+
+    hooks = [module.register_forward_hook(partial(note, name)) for name, module in matrices.items()]
+    try:
+        yield found
+    except Enough:
+        pass
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class Walk:
+    """Matches a network with examples, segment by segment."""
+
+    def __init__(
+        self,
+        network: Network,
+        load: Load,
+        participants: Sequence[Participant],
+        *,
+        ridge: float,
+        excluded: Callable[[str], str],
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """excluded: why a matrix is not to be matched, or "". check: raises what should stop it."""
+        self.network = network
+        self.load = load
+        self.participants = participants
+        self.ridge = ridge
+        self.excluded = excluded
+        self.check = check
+        self.solved_before: dict[str, Tensor] = {}  # outside the blocks
+
+    @property
+    def matching(self) -> list[Participant]:
+        return [each for each in self.participants if not each.watches]
+
+    def run(self) -> Iterator[Matched]:
+        for segment in self.network.segments:
+            yield self.match(segment)
+
+    def match(self, segment: Segment) -> Matched:
+        result = Matched(segment.name)
+        is_block = 0 <= segment.number < len(self.network.blocks)
+        merged = self.network.take(self.load, START, segment.parameters)
+        merged |= {name: each for name, each in self.solved_before.items() if not is_block}
+        stages = self.find_stages(segment, merged, result)
+        loaded = {}
+        if is_block and stages:  # of which each stage needs all
+            whose = [each.who for each in self.matching]
+            loaded = {who: self.load(who, segment.parameters) for who in whose}
+        for k, stage in enumerate(stages):
+            self.solve_stage(segment, merged, stage, loaded, k == len(stages) - 1, result)
+        self.advance(segment, merged, loaded)
+        if not is_block:
+            self.solved_before |= {name: merged[name] for name in result.solved}
+        result.solved = {name: merged[name].cpu() for name in result.solved}
+        return result
+
+    def call(self, segment: Segment, weights: dict[str, Tensor], batch: Any, known: Any) -> Any:
+        self.check()
+        device = self.network.device
+        return self.network.call(segment, weights, move(batch, device), move(known, device))
+
+    def find_stages(
+        self, segment: Segment, merged: dict[str, Tensor], result: Matched
+    ) -> list[dict[str, nn.Module]]:
+        """The matrices that are given one and the same input, in the order of their calls."""
+        calls: list[tuple[str, Tensor]] = []
+        wanted = {}
+        for name, module in segment.matrices.items():
+            if name in self.solved_before:
+                continue
+            reason = "" if name in merged else "the model has no such tensor"
+            if reason := reason or self.excluded(name):
+                result.left[name] = reason
+            else:
+                wanted[name] = module
+        hooks = [
+            module.register_forward_pre_hook(
+                lambda _, inputs, name=name: calls.append((name, inputs[0]))
+            )
+            for name, module in wanted.items()
+        ]
+        stream = self.matching[0].streams[0]
+        self.call(segment, merged, stream.batch, stream.merged)
+        for hook in hooks:
+            hook.remove()
+        names = [name for name, _ in calls]
+        rows = calls[0][1].shape[:-1].numel() if calls else 0
+        stages: list[tuple[Tensor, dict[str, nn.Module]]] = []
+        for name in wanted:
+            if name not in names:
+                result.left[name] = NO_INPUT
+        for name, inputs in calls:
+            if names.count(name) > 1 or inputs.shape[:-1].numel() != rows:
+                result.left[name] = OFTEN if names.count(name) > 1 else ELSEWHERE
+            elif stages and stages[-1][0] is inputs:
+                stages[-1][1][name] = wanted[name]
+            else:
+                stages.append((inputs, {name: wanted[name]}))
+        return [stage for _, stage in stages]
+
+    def solve_stage(
+        self,
+        segment: Segment,
+        merged: dict[str, Tensor],
+        stage: dict[str, nn.Module],
+        loaded: dict[int, dict[str, Tensor]],
+        is_last: bool,
+        result: Matched,
+    ) -> None:
+        """Solve for matrices with one input. What the last stage repairs is the block's output."""
+        share = self.find_share(segment, merged, stage) if is_last else 0.0
+        total: Sums | None = None
+        for participant in self.matching:
+            own = self.take(segment, participant.who, loaded)
+            sums: Sums | None = None
+            for stream in participant.streams:
+                with seen(stage, stops=not is_last) as wanted:
+                    theirs = self.call(segment, own, stream.batch, stream.own)
+                with seen(stage, stops=not share) as given:
+                    ours = self.call(segment, merged, stream.batch, stream.merged)
+                if {n: each[0].shape for n, each in wanted.items()} != {
+                    n: each[0].shape for n, each in given.items()
+                }:
+                    result.left |= dict.fromkeys(stage, ELSEWHERE)
+                    return
+                inputs, keep = self.choose(next(iter(given.values()))[0], stream.tokens)
+                targets = {name: flatten(each[1])[keep] for name, each in wanted.items()}
+                missing = {
+                    name: target - flatten(given[name][1])[keep] for name, target in targets.items()
+                }
+                if share:
+                    [name] = stage
+                    off = flatten(first_tensor(theirs)) - flatten(first_tensor(ours))
+                    missing[name] = off[keep] / share
+                if sums is None:
+                    sizes = {name: each.shape[1] for name, each in targets.items()}
+                    sums = Sums(inputs.shape[1], sizes, self.network.device)
+                    total = total or Sums(inputs.shape[1], sizes, self.network.device)
+                sums.add(inputs, targets, missing)
+            if sums and total:
+                total.include(sums, self.ridge)
+        if total:
+            self.apply(merged, stage, total, result)
+
+    def apply(
+        self, merged: dict[str, Tensor], stage: dict[str, nn.Module], sums: Sums, result: Matched
+    ) -> None:
+        for name, change in sums.solve().items():
+            module = stage[name]
+            if not change.isfinite().all():
+                result.left[name] = NOT_FINITE
+                continue
+            merged[name] = merged[name] + (change.T if is_transposed(module) else change)
+            result.solved[name] = merged[name]
+            result.wanted += sums.wanted[name]
+            result.before += sums.before[name]
+            result.after += sums.find_left(name, change)
+
+    def find_share(
+        self, segment: Segment, merged: dict[str, Tensor], stage: dict[str, nn.Module]
+    ) -> float:
+        """What a block multiplies by what its last matrix gives before it adds it to its output;
+        0: it does something else with that, or there are several.
+        """
+        if len(stage) > 1 or not 0 <= segment.number < len(self.network.blocks):
+            return 0.0
+        [module] = stage.values()
+        stream = self.matching[0].streams[0]
+        plain = first_tensor(self.call(segment, merged, stream.batch, stream.merged))
+        pushed: list[Tensor] = []
+
+        def push(_: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+            generator = torch.Generator(output.device).manual_seed(0)
+            noise = torch.randn(output.shape, generator=generator, device=output.device)
+            pushed.append(noise * (NUDGE * output.std()))
+            return output + pushed[0]
+
+        hook = module.register_forward_hook(push)
+        moved = first_tensor(self.call(segment, merged, stream.batch, stream.merged)) - plain
+        hook.remove()
+        nudge = pushed[0]
+        if nudge.numel() != moved.numel():
+            return 0.0
+        nudge = nudge.reshape(moved.shape)
+        share = float((moved * nudge).sum() / nudge.square().sum().clamp(min=SMALLEST))
+        is_added = (moved - share * nudge).norm() < ADDED * abs(share) * nudge.norm()
+        return share if is_added else 0.0
+
+    def advance(
+        self, segment: Segment, merged: dict[str, Tensor], loaded: dict[int, dict[str, Tensor]]
+    ) -> None:
+        """Let all examples pass through a segment."""
+        is_end = segment.number in (len(self.network.blocks), -2)
+        for participant in self.participants:
+            own = self.take(segment, participant.who, loaded)
+            for stream in participant.streams:
+                given = self.call(segment, own, stream.batch, stream.own)
+                made = given
+                if not participant.watches:
+                    made = self.call(segment, merged, stream.batch, stream.merged)
+                if is_end:
+                    participant.judge("own", given, stream)
+                    participant.judge("merged", made, stream)
+                    stream.own = stream.merged = None
+                else:
+                    stream.own = move(given, "cpu")
+                    stream.merged = stream.own if participant.watches else move(made, "cpu")
+
+    def take(
+        self, segment: Segment, who: int, loaded: dict[int, dict[str, Tensor]]
+    ) -> dict[str, Tensor]:
+        found = loaded.get(who) or self.load(who, segment.parameters)
+        return {name: each.to(self.network.device) for name, each in found.items()}
+
+    def choose(self, inputs: Tensor, tokens: Tensor | None) -> tuple[Tensor, Any]:
+        """The rows that count, and which they are: all, or those that are no padding."""
+        rows = flatten(inputs)
+        keep: Any = slice(None)
+        if tokens is not None and tokens.numel() == len(rows):
+            keep = tokens.reshape(-1).to(rows.device)
+        return rows[keep].float(), keep
+
+
+def flatten(tensor: Tensor) -> Tensor:
+    """By rows."""
+    return tensor.reshape(-1, tensor.shape[-1])

@@ -31,7 +31,7 @@ if __name__ == "__main__":
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -46,7 +46,7 @@ from darelib.core.tuning import raise_open_file_limit
 from darelib.models.directories import find_base
 from darelib.models.examples import check_examples
 from darelib.models.source import Given, Source, recorded_name
-from darelib.run import check_runner, load_in_memory, load_matching
+from darelib.run import check_runner, load_in_memory, load_matching, load_states
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +63,8 @@ if TYPE_CHECKING:
 __all__ = [
     "AnalysisReport", "ConfigError", "DareConfig", "DareError", "DareMerger", "Estimate",
     "MergeReport", "ModelReport", "Plan", "Rule", "SweepReport", "VerifyReport",
-    "dare_drop", "dare_merge", "dare_sparsify", "dare_sweep", "plot_analysis", "plot_sweep",
+    "dare_drop", "dare_match", "dare_merge", "dare_sparsify", "dare_sweep",
+    "plot_analysis", "plot_sweep",
 ]  # fmt: skip
 
 
@@ -314,6 +315,27 @@ def dare_merge(
     is only met on the way.
     """
     return load_in_memory().merge_tensors(base, finetuned, check_config(config), out)
+
+
+def dare_match(
+    model: torch.nn.Module,
+    base: Mapping[str, torch.Tensor],
+    finetuned: Sequence[Mapping[str, torch.Tensor]],
+    batches: Sequence[Iterable[Any]],
+    config: DareConfig | None = None,
+    *,
+    base_batches: Iterable[Any] | None = None,
+    out: Mapping[str, torch.Tensor] | None = None,
+) -> dict[str, torch.Tensor]:
+    """The merged state dict, matched with a few examples of each fine-tune's skill: its matrices
+    are solved for, so that they give what the fine-tune's own give. Nothing is trained.
+
+    batches: for each fine-tune, what the model is called with: tensors, tuples or dictionaries.
+    base_batches: such on which the merge shall stay like the base. out: as dare_merge has it.
+    """
+    return load_states().match_tensors(
+        model, base, finetuned, batches, check_config(config), base_batches, out
+    )
 
 
 def dare_sweep(

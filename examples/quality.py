@@ -60,7 +60,7 @@ from torch import Tensor, nn
 # So that it also runs without an installation.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dare import DareConfig, dare_merge
+from dare import DareConfig, dare_match, dare_merge, dare_sparsify
 
 quiet = partial(DareConfig, verbose=False)
 State = dict[str, Tensor]
@@ -92,11 +92,22 @@ WAYS: Final[dict[str, dict[str, Any]]] = {
     "task arithmetic + breadcrumbs": {"method": "linear", **BREADCRUMBS},
     "ram + breadcrumbs": {"method": "ram", **BREADCRUMBS},
     "wudi ridge 0.1": {"method": "wudi", "drop_rate": 0.0, "ridge": 0.1},
-}
+    # Matched with so many examples of each skill; of tenths, nothing else is left of the models.
+    **{
+        f"{name}, matched with {count}": {"method": method, "drop_rate": 0.0, "examples": count}
+        for (method, name), count in product(
+            {"linear": "task arithmetic", "wudi": "wudi"}.items(), (64, 512)
+        )
+    },
+    "tenths, matched with 512": {
+        "method": "linear", "drop_rate": 0.0, "examples": 512, "thinned": 0.9,
+    },
+}  # fmt: skip
 # For networks whose merges take long.
 FEW: Final = (
     *("task arithmetic", "ties", "ram", "model stock", "wudi", "wudi ridge 0.1"),
     *("task arithmetic + DARE 0.9", "wudi + DARE 0.5", "wudi + DARE 0.9"),
+    *(name for name in WAYS if "matched" in name),
 )
 FEW_LAMBDAS: Final = (0.4, 0.7, 1.0, 1.5, 2.0, 3.0)
 
@@ -198,6 +209,7 @@ class Lab:
             self.base = {name: tensor.float() for name, tensor in self.base.items()}
         fit = self.fit_adapter if unit.rank else self.fit
         self.skills = self.family.skills[: unit.merged[-1]]
+        self.matched: dict[str, list[State]] = {}  # what is scored on validation and on test data
         self.experts = {}
         for number, skill in enumerate(self.skills, 1):
             self.model.load_state_dict(self.base)
@@ -243,10 +255,27 @@ class Lab:
             right = [self.family.right(self.model, skill, part).float().mean() for skill in skills]
         return torch.stack(right).mean().item()
 
+    def match(self, skills: Sequence[str], way: dict[str, Any], seed: int) -> State:
+        """A merge that is matched with examples. Lambda only multiplies what it changes."""
+        given = dict(way)
+        count = given.pop("examples")
+        thinned = given.pop("thinned", 0.0)
+        generator = seeded(FIRST_SEED * 100 + seed)
+        batches = [self.family.show(skill, count, generator) for skill in skills]
+        experts = [
+            dare_sparsify(self.base, self.experts[skill], thinned, seed + i)
+            for i, skill in enumerate(skills)
+        ]
+        return dare_match(self.model, self.base, experts, batches, quiet(**given, dtype="float32"))
+
     def merge(
         self, skills: Sequence[str], config: DareConfig, part: str, masks: int
     ) -> Iterator[State]:
         """Merges of experts with several masks; where none is drawn, one merge."""
+        if self.matched:
+            for state in self.matched[part][:masks]:
+                yield dare_merge(self.base, [state], config)
+            return
         experts = [self.experts[skill] for skill in skills]
         is_drawn = config.drop_rate and config.drop == "random"
         for seed in SEEDS[part][10 * self.training :][: masks if is_drawn else 1]:
@@ -273,9 +302,24 @@ class Lab:
         with lower_precision():
             return self.family.elsewhere(self.model).item()
 
+    def configure(self, scale: float, given: dict[str, Any]) -> DareConfig:
+        """What is matched is one model, of which nothing is dropped."""
+        return quiet(lambda_coeff=scale, **({"drop_rate": 0.0} if self.matched else given))
+
+    def prepare(self, skills: Sequence[str], given: dict[str, Any], masks: int) -> None:
+        """Match, if that is the way: with other examples and masks for validation and test."""
+        self.matched = {
+            part: [
+                self.match(skills, given, seed)
+                for seed in seeds[10 * self.training :][: masks if "thinned" in given else 1]
+            ]
+            for part, seeds in SEEDS.items()
+            if "examples" in given
+        }
+
     def search(self, skills: Sequence[str], given: dict[str, Any], masks: int) -> Tested:
         """The lambda that is best on validation data, of equals the smallest, on test data."""
-        configs = {scale: quiet(lambda_coeff=scale, **given) for scale in self.unit.lambdas}
+        configs = {scale: self.configure(scale, given) for scale in self.unit.lambdas}
         scores = {
             scale: self.rate(skills, config, "validation", masks)
             for scale, config in configs.items()
@@ -318,11 +362,13 @@ def measure(unit: Unit, training: int, settings: Settings) -> dict[str, Any]:
         chosen = [skills[(training + k) % len(skills)] for k in range(count)]
         found = {}
         for name, given in list_ways(count, unit).items():
+            lab.prepare(chosen, given, settings.masks)
             found[name] = lab.search(chosen, given, settings.masks)
             for scale in settings.starts:
-                config = quiet(lambda_coeff=scale, **given)
+                config = lab.configure(scale, given)
                 found[f"{name}, lambda {scale:g}"] = lab.test(chosen, config, settings.masks)
         merges[" + ".join(chosen)] = found
+        lab.matched = {}
     where = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
     seconds["all"] = time.perf_counter() - started
     return {

@@ -74,18 +74,32 @@ def encode(text: str) -> Tensor:
     return (letters.long() - 31).clamp(min=0)
 
 
+class Block(nn.Module):
+    """Attention to what came before, and a layer for each letter. Its norms have no weights."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = max(2, width // 64)
+        shapes = [("qkv", 1, 3), ("out", 1, 1), ("up", 1, 4), ("down", 4, 1)]
+        for name, ins, outs in shapes:
+            self.add_module(name, nn.Linear(ins * width, outs * width, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(F.layer_norm(x, x.shape[2:])).chunk(3, 2)
+        q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in parts)
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(F.layer_norm(x, x.shape[2:]))))
+
+
 class Transformer(nn.Module):
-    """A small GPT that predicts the next letter from those before. Its norms have no weights."""
+    """A small GPT that predicts the next letter from those before."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
-        self.heads = max(2, width // 64)
         self.letters = nn.Embedding(ALPHABET, width)
         self.places = nn.Embedding(CONTEXT, width)
-        self.blocks = nn.ModuleList(nn.ModuleDict() for _ in range(layers))
-        shapes = [("qkv", 1, 3), ("out", 1, 1), ("up", 1, 4), ("down", 4, 1)]
-        for block, (name, ins, outs) in product(self.blocks, shapes):
-            block[name] = nn.Linear(ins * width, outs * width, bias=False)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
         self.head = nn.Linear(width, ALPHABET, bias=False)
         for name, tensor in self.named_parameters():
             embeds = name in ("letters.weight", "places.weight")
@@ -94,12 +108,7 @@ class Transformer(nn.Module):
     def forward(self, letters: Tensor) -> Tensor:  # (rows, letters) -> (rows, letters, alphabet)
         x = self.letters(letters) + self.places.weight[: letters.shape[1]]
         for block in self.blocks:
-            parts = block["qkv"](F.layer_norm(x, x.shape[2:])).chunk(3, 2)
-            q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in parts)
-            x = x + block["out"](
-                F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-            )
-            x = x + block["down"](F.gelu(block["up"](F.layer_norm(x, x.shape[2:]))))
+            x = block(x)
         return self.head(F.layer_norm(x, x.shape[2:]))
 
 
@@ -207,6 +216,12 @@ class Chars:
         losses = F.cross_entropy(model(rows[:, :-1]).transpose(1, 2), rows[:, 1:], reduction="none")
         return (losses * weight).sum() / weight.sum()
 
+    def show(self, skill: str, count: int, generator: Generator) -> list[Tensor]:
+        """Lines of a skill, rightly answered: what a merge is matched with."""
+        skills = torch.full((count,), self.skills.index(skill))
+        rows, _ = self.draw(skills, torch.ones(count, dtype=torch.bool), generator)
+        return [rows[:, :-1]]
+
     def right(self, model: Callable[[Tensor], Tensor], skill: str, part: str) -> Tensor:
         """Whether each letter of an answer is the likeliest: then a greedy answer is right."""
         lines, answers = self.parts[part][self.skills.index(skill)]
@@ -279,6 +294,11 @@ class Digits:
         chosen = torch.randint(len(labels), (batch,), generator=generator)
         found = model(DISTORTIONS[skill](images[chosen], torch.rand(batch, generator=generator)))
         return F.cross_entropy(found, labels[chosen], label_smoothing=SMOOTHING)
+
+    def show(self, skill: str, count: int, generator: Generator) -> list[Tensor]:
+        images, labels = self.train
+        chosen = torch.randint(len(labels), (count,), generator=generator)
+        return [DISTORTIONS[skill](images[chosen], torch.rand(count, generator=generator))]
 
     def right(self, model: Callable[[Tensor], Tensor], skill: str, part: str) -> Tensor:
         images, labels = self.parts[part]

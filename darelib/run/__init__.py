@@ -45,6 +45,14 @@ def load_in_memory() -> ModuleType:
     return in_memory
 
 
+def load_states() -> ModuleType:
+    """What matches tensors in memory."""
+    load_in_memory()  # without torch, it says so
+    from darelib.run.matching import states
+
+    return states
+
+
 def load_matching() -> ModuleType:
     try:
         from darelib.run.matching import files

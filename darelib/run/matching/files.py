@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final
 
@@ -38,35 +37,25 @@ from darelib.plan.plan import Job, MergePlan, plan_merge
 from darelib.plan.tensorplan import TensorPlan, assign_offsets, choose_kernel
 from darelib.run.matching.language import Names, Reader, make_module, make_streams
 from darelib.run.matching.network import BASE, START, Network
-from darelib.run.matching.walk import EXCLUDED, Matched, Participant, Stream, Walk
+from darelib.run.matching.walk import (
+    RIDGE,
+    Matched,
+    Participant,
+    Stream,
+    Walk,
+    explain_memory,
+    explain_unmatched,
+    find_tied,
+    start_from,
+)
 from darelib.run.products import open_worker
 from darelib.run.rounds import run_rounds
 from darelib.run.solving import make_worker
 from darelib.run.threads import Made, Order, publish, run_merge
-from darelib.run.worker import Outcome, Tally, sum_fields
+from darelib.run.worker import Outcome, Tally
 
-RIDGE: Final = 0.05
 FEW: Final = 16  # examples, below which a merge is hardly better matched
 JUDGED: Final = 2  # batches of each model's examples on which the base is judged, too
-MANY: Final = "made of several tensors"
-TIED: Final = "tied to another"
-NOT_MERGED: Final = "not merged"
-
-
-def start_from(config: DareConfig) -> DareConfig:
-    """What the method gives before it is matched: lambda multiplies the change in the end."""
-    rules = [
-        replace(rule, lambda_coeff=1.0) if rule.lambda_coeff else rule
-        for rule in config.typed_rules
-    ]
-    return replace(
-        config,
-        lambda_coeff=1.0 if config.lambda_coeff else 0.0,
-        dtype="float32",
-        rules=rules,
-        adapter_rank=None,
-        adapter_rest=None,
-    )
 
 
 class Inputs:
@@ -77,7 +66,8 @@ class Inputs:
     ) -> None:
         self.inputs = inputs
         self.interrupts = interrupts
-        self.tallies: dict[str, dict[int, Tally]] = {}  # of the start, by tensor
+        # What was counted of the start, by tensor and the start of each job.
+        self.found: dict[str, dict[int, dict[int, Tally]]] = {}
         fitting = replace(DareConfig(), mismatch=config.mismatch, any_base=True, dtype="float32")
         alone = replace(fitting, drop_rate=0.0, components=config.components)
         base, *models = inputs
@@ -103,9 +93,7 @@ class Inputs:
 
         def note(job: Job, outcome: Outcome | None) -> None:
             if outcome and who == START:
-                known = self.tallies.setdefault(outcome.tensor, {})
-                for i, tally in outcome.tallies.items():
-                    known[i] = tally if i not in known else sum_fields([known[i], tally])
+                self.found.setdefault(outcome.tensor, {})[job.start] = outcome.tallies
 
         worker = make_worker(part, inputs, self.interrupts)
         run_rounds(part.rounds(), worker, put, note, self.interrupts)
@@ -202,15 +190,7 @@ class FileMatch:
     def explain_left(self, parameter: str) -> str:
         """Why a matrix is not to be matched, or ""."""
         row = self.rows.get(self.names.find_tensor(parameter))
-        if row is None:
-            return MANY
-        if parameter in self.tied:
-            return TIED
-        if row.quantised or not row.merged or not row.finetuned:
-            return NOT_MERGED
-        chosen = row.rule.matched if row.rule and row.rule.matched is not None else None
-        wanted = self.config.matched if chosen is None else chosen
-        return EXCLUDED if wanted is False or not row.settings.lambda_coeff else ""
+        return explain_unmatched(row, parameter in self.tied, self.config)
 
     def load(self, who: int, parameters: Sequence[str]) -> dict[str, Tensor]:
         tensors = self.weights.make(who, self.names.list_tensors(parameters))
@@ -237,7 +217,8 @@ class FileMatch:
         outcomes: list[Outcome] = []
         done: set[str] = set()
         with self.network.opened(), explain_memory():
-            self._choose_way()
+            batch = self.participants[0].streams[0].batch
+            self.network.choose_way(self.load, {name: each[:1] for name, each in batch.items()})
             walk = Walk(
                 self.network,
                 self.load,
@@ -265,17 +246,6 @@ class FileMatch:
         warnings = (*plan.warnings, *self._compare_losses())
         return replace(plan, matching=report, warnings=warnings), outcomes
 
-    def _choose_way(self) -> None:
-        """By blocks, if the module can be called so; else as a whole."""
-        batch = self.participants[0].streams[0].batch
-        first = {name: each[:1] for name, each in batch.items()}
-        if not self.network.blocks:
-            reason = "it has no blocks"
-        elif not (reason := self.network.find_obstacle(self.load, first)):
-            return
-        LOG.warning(f"the model is matched as a whole, which takes longer: {reason}")
-        self.network.join()
-
     def _write(self, result: Matched, output: Output) -> list[Outcome]:
         """Write what was solved of a segment, and note its digests."""
         named = {self.names.find_tensor(name): each for name, each in result.solved.items()}
@@ -287,11 +257,13 @@ class FileMatch:
 
         def note(job: Job, outcome: Outcome | None) -> None:
             if outcome:
-                counted = self.weights.tallies[outcome.tensor] if job.start == 0 else {}
-                outcomes.append(replace(outcome, tallies=counted))
+                outcomes.append(replace(outcome, tallies={}))
 
         worker = open_worker(part, [*self.inputs, solved], self.order.interrupts)
         run_rounds(part.rounds(), worker, output.write_at, note, self.order.interrupts)
+        for name in named:
+            for start, tallies in self.weights.found[name].items():
+                outcomes.append(Outcome(name, start, 0, tallies))
         for row in rows:
             for name, info in row.outputs.items():
                 place = worker.place_of(info)
@@ -341,11 +313,12 @@ class FileMatch:
             known = {whose: loss for whose, loss in found.items() if loss is not None}
             losses |= {self.plan.models[participant.who]: known} if known else {}
         used = [model.parts[0].examples for model in (*self.inputs[1:], self.inputs[0])]
+        kept = {why: tuple(n for n in names if n not in done) for why, names in left.items()}
         return MatchReport(
             blocks=tuple(blocks),
             before=find_ratio(before, wanted),
             after=find_ratio(after, wanted),
-            left={why: tuple(n for n in names if n not in done) for why, names in left.items()},
+            left={why: names for why, names in kept.items() if names},
             examples=tuple(len(each.entries) for each in used if each),
             tokens=tuple(count_tokens(each) for each in self.participants),
             losses=losses,
@@ -355,14 +328,6 @@ class FileMatch:
 def count_tokens(participant: Participant) -> int:
     masks = [stream.tokens for stream in participant.streams]
     return sum(int(mask.sum()) for mask in masks if mask is not None)
-
-
-def find_tied(module: torch.nn.Module) -> set[str]:
-    """Parameters that more than one module uses."""
-    uses: dict[int, list[str]] = {}
-    for name, each in module.named_parameters(remove_duplicate=False):
-        uses.setdefault(id(each), []).append(name)
-    return {name for names in uses.values() if len(names) > 1 for name in names}
 
 
 def check_order(order: Order) -> None:
@@ -383,24 +348,6 @@ def check_order(order: Order) -> None:
             f"adapter_rank {rank} is found from the models' changes, and matching changes them",
             "give the rank as a number, like --adapter-rank 32",
         )
-
-
-@contextmanager
-def explain_memory() -> Iterator[None]:
-    hint = "give a smaller --max-tokens or --max-examples, or a machine with more"
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise DareError(
-            "the GPU has too little memory to match the model",
-            f"{hint}; CUDA_VISIBLE_DEVICES= uses the CPU",
-        ) from None
-    except MemoryError:
-        raise DareError("there is too little memory to match the model", hint) from None
-    except RuntimeError as error:
-        if "allocate memory" not in str(error):
-            raise
-        raise DareError("there is too little memory to match the model", hint) from None
 
 
 def run(order: Order) -> Made:

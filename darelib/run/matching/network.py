@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
+from darelib.core.text import LOG
+
 Weights: TypeAlias = Mapping[str, Tensor]  # by the names that the module has for them
 # The weights of these names: of a model, by its number, or of START or BASE.
 Load: TypeAlias = Callable[[int, Sequence[str]], dict[str, Tensor]]
@@ -202,6 +204,14 @@ class Network:
         places = [k for k, each in enumerate(leaves) if isinstance(each, Tensor)]
         leaves[places[self._place]] = known
         return pytree.tree_unflatten(leaves, shape)
+
+    def choose_way(self, load: Load, batch: Any) -> None:
+        """By blocks, if the module can be called so; else as a whole."""
+        if not self.blocks:
+            return
+        if reason := self.find_obstacle(load, batch):
+            LOG.warning(f"the model is matched as a whole, which takes longer: {reason}")
+            self.join()
 
     def find_obstacle(self, load: Load, batch: Any) -> str:
         """Why the module cannot be called block by block, or "": it is called as a whole, once, and

@@ -17,13 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from darelib.config import DareConfig
+from darelib.core.text import DareError
+from darelib.plan.tensorplan import TensorPlan
 from darelib.run.matching.network import (
     START,
     Load,
@@ -40,9 +43,68 @@ OFTEN: Final = "used more than once"
 ELSEWHERE: Final = "not every token came into them"
 NOT_FINITE: Final = "no finite solution"
 EXCLUDED: Final = "excluded by a rule"
+MANY: Final = "made of several tensors"
+TIED: Final = "tied to another"
+NOT_MERGED: Final = "not merged"
+RIDGE: Final = 0.05
 SMALLEST: Final = 1e-30  # of what comes in
 NUDGE: Final = 1e-2  # by which it is tried whether a block adds what its last matrix gives
 ADDED: Final = 1e-3  # how exactly
+
+
+def start_from(config: DareConfig) -> DareConfig:
+    """What the method gives before it is matched: lambda multiplies the change in the end."""
+    rules = [
+        replace(rule, lambda_coeff=1.0) if rule.lambda_coeff else rule
+        for rule in config.typed_rules
+    ]
+    return replace(
+        config,
+        lambda_coeff=1.0 if config.lambda_coeff else 0.0,
+        dtype="float32",
+        rules=rules,
+        adapter_rank=None,
+        adapter_rest=None,
+    )
+
+
+def explain_unmatched(row: TensorPlan | None, is_tied: bool, config: DareConfig) -> str:
+    """Why a matrix is not to be matched, or "". row: of the plan; None: it has none of its own."""
+    if row is None:
+        return MANY
+    if is_tied:
+        return TIED
+    if row.quantised or not row.merged or not row.finetuned:
+        return NOT_MERGED
+    chosen = [row.rule.matched if row.rule else None, config.matched]
+    wanted = next((each for each in chosen if each is not None), True)
+    return "" if wanted and row.settings.lambda_coeff else EXCLUDED
+
+
+def find_tied(module: nn.Module) -> set[str]:
+    """Parameters that more than one module uses."""
+    uses: dict[int, list[str]] = {}
+    for name, each in module.named_parameters(remove_duplicate=False):
+        uses.setdefault(id(each), []).append(name)
+    return {name for names in uses.values() if len(names) > 1 for name in names}
+
+
+@contextmanager
+def explain_memory() -> Iterator[None]:
+    hint = "give a smaller --max-tokens or --max-examples, or a machine with more"
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise DareError(
+            "the GPU has too little memory to match the model",
+            f"{hint}; CUDA_VISIBLE_DEVICES= uses the CPU",
+        ) from None
+    except MemoryError:
+        raise DareError("there is too little memory to match the model", hint) from None
+    except RuntimeError as error:
+        if "allocate memory" not in str(error):
+            raise
+        raise DareError("there is too little memory to match the model", hint) from None
 
 
 @dataclass

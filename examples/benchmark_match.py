@@ -164,7 +164,9 @@ def run_block(
 def measure_block(size: str, examples: int, times: int) -> dict[str, Any]:
     torch.set_grad_enabled(False)
     with DEVICE:
-        model = transformers.LlamaForCausalLM(configure(size, 2)).eval()
+        config = configure(size, 2)
+        config.vocab_size = 1000
+        model = transformers.LlamaForCausalLM(config).eval()
     states = make_states(model)
     batches = [
         [torch.randint(0, 1000, (8, LENGTH), device=DEVICE) for _ in range(examples // 8)]

@@ -77,11 +77,41 @@ def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(batch), {}) if isinstance(batch, tuple | list) else ((batch,), {})
 
 
-def move(tree: Any, device: torch.device | str) -> Any:
+def move(tree: Any, device: torch.device) -> Any:
     def move_one(each: Any) -> Any:
-        return each.to(device) if isinstance(each, Tensor) else each
+        return each.to(device, non_blocking=True) if isinstance(each, Tensor) else each
 
     return pytree.tree_map(move_one, tree)
+
+
+def put_aside(tree: Any) -> Any:
+    """The same, to be used later: where a GPU is half full, in main memory."""
+
+    def put_one(each: Any) -> Any:
+        if not isinstance(each, Tensor) or not each.is_cuda or has_room(each.device):
+            return each
+        aside = torch.empty(each.shape, dtype=each.dtype, pin_memory=True)
+        return aside.copy_(each)
+
+    return pytree.tree_map(put_one, tree)
+
+
+def has_room(device: torch.device) -> bool:
+    held = torch.cuda.memory_allocated(device)
+    return held < torch.cuda.get_device_properties(device).total_memory // 2
+
+
+@contextmanager
+def fast_products() -> Iterator[None]:
+    """A GPU multiplies numbers of 19 bits, and adds in float32: four times as fast, and nothing
+    that is matched is worse for it.
+    """
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def find_tensors(tree: Any) -> list[Tensor]:
@@ -137,7 +167,7 @@ class Network:
         for k, block in enumerate(replaced):
             block.forward = partial(self._enter, k)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), fast_products():
                 self.model.eval()
                 yield
         finally:

@@ -35,6 +35,7 @@ from darelib.run.matching.network import (
     first_tensor,
     is_transposed,
     move,
+    put_aside,
 )
 
 # Why a matrix stays as it is.
@@ -271,7 +272,8 @@ class Walk:
         loaded = {}
         if is_block and stages:  # of which each stage needs all
             whose = [each.who for each in self.matching]
-            loaded = {who: self.load(who, segment.parameters) for who in whose}
+            taken = ((who, self.network.take(self.load, who, segment.parameters)) for who in whose)
+            loaded = {who: put_aside(weights) for who, weights in taken}
         for k, stage in enumerate(stages):
             self.solve_stage(segment, merged, stage, loaded, k == len(stages) - 1, result)
         self.advance(segment, merged, loaded)
@@ -429,14 +431,15 @@ class Walk:
                     participant.judge("merged", made, stream)
                     stream.own = stream.merged = None
                 else:
-                    stream.own = move(given, "cpu")
-                    stream.merged = stream.own if participant.watches else move(made, "cpu")
+                    stream.own = put_aside(given)
+                    stream.merged = stream.own if participant.watches else put_aside(made)
 
     def take(
         self, segment: Segment, who: int, loaded: dict[int, dict[str, Tensor]]
     ) -> dict[str, Tensor]:
         found = loaded.get(who) or self.load(who, segment.parameters)
-        return {name: each.to(self.network.device) for name, each in found.items()}
+        moved: dict[str, Tensor] = move(found, self.network.device)
+        return moved
 
     def choose(self, inputs: Tensor, tokens: Tensor | None) -> tuple[Tensor, Any]:
         """The rows that count, and which they are: all, or those that are no padding."""

@@ -1,17 +1,25 @@
-"""Fixtures for all tests: models as files, and a disk that is not waited for."""
+"""Fixtures for all tests: models as files, and a disk that is not waited for.
+
+The process that only hands out tests reads this file too, before the others start. So torch, which
+tests.support needs, is imported in the fixtures.
+"""
+
+from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from darelib.core.tuning import TUNING, Tuning
-from tests import support
-from tests.support import BF16, Capture, Models, Pair, Patch, Refusal
+
+if TYPE_CHECKING:
+    from tests.support import Capture, Models, Pair, Patch, Refusal
 
 # Tests run on all cores already: more threads for matrices would only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -21,6 +29,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if os.environ.pop("PYTHONDONTWRITEBYTECODE", None) and config.cache:
         # Programs are started hundreds of times, and would compile their modules each time.
         os.environ["PYTHONPYCACHEPREFIX"] = str(config.cache.mkdir("bytecode"))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what was imported stays, and need not be looked through again and again
 
 
 @pytest.fixture(autouse=True)
@@ -35,25 +47,33 @@ def usual_tuning() -> Iterator[Tuning]:
     """Tests may change TUNING as they like; it is as it was afterwards."""
     usual = dataclasses.asdict(TUNING)
     yield TUNING
-    support.tune(**usual)
+    for name, value in usual.items():
+        setattr(TUNING, name, value)
 
 
 @pytest.fixture
 def models(tmp_path: Path) -> Models:
     """A base and two fine-tunes in bf16, as files."""
-    return support.save_models(tmp_path, support.make_models(2, BF16))
+    from tests import support
+
+    return support.save_models(tmp_path, support.make_models(2, support.BF16))
 
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Pair:
     """A base and a fine-tune of it in bf16, as directories."""
-    base, tuned = support.save_directories(tmp_path, support.make_models(1, BF16))
+    from tests import support
+
+    models = support.make_models(1, support.BF16)
+    base, tuned = support.save_directories(tmp_path, models)
     return base, tuned
 
 
 @pytest.fixture
 def small_blocks(monkeypatch: Patch) -> None:
     """Blocks, jobs and chunks so small that tiny models have several of each."""
+    from tests import support
+
     for module in ("darelib.commands.pack.packer", "darelib.models.packed"):
         monkeypatch.setattr(f"{module}.COUNTED_BLOCK", 4096)
     # With many threads, chunks would be larger than a block.
@@ -66,6 +86,7 @@ def refused(tmp_path: Path, capsys: Capture) -> Refusal:
 
     words: what the error and the hint must name.
     """
+    from tests import support
 
     def check(status: int, words: str | Iterable[str], *arguments: Any) -> str:
         before = support.snapshot(tmp_path)

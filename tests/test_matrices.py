@@ -23,7 +23,6 @@ from darelib.core import pieces
 from darelib.kernels import matrix_engine
 from darelib.methods import wudi
 from darelib.run import solving
-from tests.conftest import Capture, Patch
 from tests.scene import launch, wait_for
 from tests.support import (
     BF16,
@@ -31,6 +30,8 @@ from tests.support import (
     F32,
     F64,
     POSIX,
+    Capture,
+    Patch,
     Tensors,
     assert_same,
     define,

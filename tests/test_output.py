@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from dare import ConfigError, DareConfig
 from darelib.config import parse_size
@@ -519,6 +519,15 @@ def test_what_this_tool_did_not_write_is_replaced_only_if_forced(
     merge_directory(pair, out, "--force")
     assert set(list_files(out)) == MADE
     assert snapshot(kept) == before, "what a link leads to is never removed"
+
+
+def test_a_recipe_with_an_endless_name_is_another_recipe(models: Models, refused: Refusal) -> None:
+    """A pattern that tried every letter as the first one of a folder would take days."""
+    output = models[0].with_name("out.safetensors")
+    recipe = f'models = {{base_file = "{"a" * 900_000}"}}\nrecipe = {{inputs = []}}'
+    save_file({}, output, {"dare_recipe": recipe})
+    words = ["-b", models[0], "-m", models[1], "-o", output]
+    refused(1, ["exists and has another recipe", "--force"], *words)
 
 
 @pytest.mark.parametrize("output", ["out", "out.safetensors"])

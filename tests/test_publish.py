@@ -457,7 +457,7 @@ def test_files_that_may_not_grow_are_an_error_that_changes_nothing(
     "method",
     [
         {"method": "linear"},
-        {"method": "ties"},
+        slow({"method": "ties"}),
         {"method": "ties", "keep_ratio": 0.3},
         {"method": "slerp"},
         {"method": "ties", "drop": "magnitude", "rescale": "l1"},

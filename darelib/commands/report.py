@@ -1,12 +1,9 @@
 """The base of all reports: plain data that prints as text, and shows as tables in a notebook."""
 
-import base64
 import dataclasses
-import html
 import json
 import reprlib
 import sys
-import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from itertools import groupby
@@ -26,6 +23,8 @@ class Table(NamedTuple):
         return table(self.rows, self.texts)
 
     def to_html(self) -> str:
+        import html  # only notebooks need it, and --help starts sooner
+
         lines = []
         for k, row in enumerate(self.rows):
             tag = "td" if k else "th"
@@ -95,6 +94,10 @@ class Report:
         return "\n".join(self._list_html())
 
     def _list_html(self) -> Iterator[str]:
+        import base64
+        import html
+        import tempfile
+
         for is_table, parts in groupby(self.parts(), lambda part: isinstance(part, Table)):
             if is_table:
                 yield from (part.to_html() for part in parts if isinstance(part, Table))

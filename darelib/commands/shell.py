@@ -134,8 +134,8 @@ def build_parser(name: str, commands: Commands) -> Parser:
     for title in (first, name, *others):  # without a group: the command's own
         group = parser.add_argument_group(title)
         for option, how in options.items():
-            given: dict[str, Any] = {"group": name} | how
-            if given.pop("group") == title:
+            if how.get("group", name) == title:
+                given: dict[str, Any] = {key: how[key] for key in how if key != "group"}
                 group.add_argument(*SHORT_NAMES.get(option, ()), option, **given)
     return parser
 

@@ -5,15 +5,19 @@ A library cannot be stopped within a product. And its threads wait for each othe
 takes ten times as long beside other work: here, each piece is computed by one thread.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from darelib.core.arrays import Array, library
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
 
 # Floating-point operations of a piece: to compute fewer takes no longer than to hand them to a
 # thread; more take a tenth of a second on a core.

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, Self
@@ -241,14 +242,24 @@ class Checkpoint(Input):
             if info.nbytes
         )
         digest = hashlib.sha256()
-        page = bytearray(PAGE_BYTES)
-        for k in range(PAGES if stored else 0):
-            place, rest = divmod(k * len(stored), PAGES)
+        count = len(stored)
+        for place, pages in groupby(range(PAGES if stored else 0), lambda k: k * count // PAGES):
             _, size, info = stored[place]
-            view = memoryview(page)[:size]
-            self.read_bytes(view, info, (size - len(view)) * rest // PAGES)
-            digest.update(view)
+            length = min(size, PAGE_BYTES)
+            starts = [(size - length) * (k * count % PAGES) // PAGES for k in pages]
+            if size <= PAGE_BYTES * len(starts):  # its pages overlap, so that it is read once
+                whole = self._read_page(info, 0, size)
+                found = (whole[start : start + length] for start in starts)
+            else:
+                found = (self._read_page(info, start, length) for start in starts)
+            for page in found:
+                digest.update(page)
         return digest.hexdigest()
+
+    def _read_page(self, info: TensorInfo, start: int, length: int) -> memoryview:
+        page = memoryview(bytearray(length))
+        self.read_bytes(page, info, start)
+        return page
 
     @cached_property
     def config(self) -> dict[str, Any]:

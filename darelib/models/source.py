@@ -185,9 +185,14 @@ def list_recorded_parts(name: object) -> list[tuple[str, ...]]:
     return [way for way in ways if all(map(is_inner_path, way))]
 
 
+# The folders of a model, and of an adapter behind a plus; but one may be called c++. They begin
+# where a name does: a pattern that could begin anywhere takes the square of a long name's length.
+FOLDERS: Final = re.compile(r"(?:(?<![^/])|(?<=\+)(?=[^+/]))(?:[^+/]|\+(?=[+/]))*+/")
+
+
 def last_parts(recorded: str) -> str:
     """What a recipe calls a model, or a model and an adapter, without the folders they are in."""
-    return re.sub(r"(?:[^+/]|\+(?=[+/]))*/", "", recorded)  # of which one may be called c++
+    return FOLDERS.sub("", recorded)
 
 
 def is_template(text: str) -> bool:

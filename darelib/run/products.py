@@ -3,11 +3,11 @@ worker of a plan, whatever its output is.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
-from threadpoolctl import threadpool_limits
 
 from darelib.core.arrays import Array, Factors
 from darelib.core.formats import FORMATS, widen
@@ -32,7 +32,7 @@ from darelib.output.adapter import place_factors
 from darelib.output.prepare import FilePlan, Module
 from darelib.plan.plan import COPY, MERGE, SOLVE, Job
 from darelib.plan.tensorplan import TensorPlan
-from darelib.run.rounds import run_rounds
+from darelib.run.rounds import limit_blas, run_rounds
 from darelib.run.solving import Solver, make_worker
 from darelib.run.worker import Outcome, Worker, Write
 
@@ -104,9 +104,9 @@ class Products:
         rank = min(rank, module.rank)
         return replace(outcome, energy=(float(squares[:rank].sum()), total), rank=rank)
 
-    def share_cores(self) -> threadpool_limits:
+    def share_cores(self) -> AbstractContextManager[Any]:
         """While one matrix is decomposed and others are read, BLAS has all threads."""
-        return threadpool_limits(self.plan.threads, "blas")
+        return limit_blas(self.plan.threads)
 
     def skip(self, job: Job, buffers: Buffers, write: Write) -> Outcome:
         return Outcome(job.tensor.name, 0, 0)

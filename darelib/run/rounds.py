@@ -5,14 +5,28 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
+from functools import lru_cache
+from typing import Any
 
-from threadpoolctl import threadpool_limits
+from threadpoolctl import ThreadpoolController
 
 from darelib.core.interrupts import Interrupts
 from darelib.core.tuning import TUNING
 from darelib.kernels.records import Buffers
 from darelib.plan.plan import Job
 from darelib.run.worker import Abandoned, Outcome, Worker, Write
+
+
+def limit_blas(threads: int) -> AbstractContextManager[Any]:
+    """No more threads for each product of matrices, until it is closed."""
+    return _find_libraries(len(sys.modules)).limit(limits=threads, user_api="blas")
+
+
+@lru_cache(1)  # looking through all that is loaded takes as long as merging a small model
+def _find_libraries(_modules: int) -> ThreadpoolController:
+    """The libraries that are loaded now: another comes with another module."""
+    return ThreadpoolController()
 
 
 def run_rounds(
@@ -52,7 +66,7 @@ def run_rounds(
             stop.set()
 
     # Each job has one core: BLAS would start as many threads as there are cores for each of them.
-    with threadpool_limits(1, "blas"), ThreadPoolExecutor(len(buffers)) as pool:
+    with limit_blas(1), ThreadPoolExecutor(len(buffers)) as pool:
         try:
             for jobs in rounds:
                 running = {pool.submit(loop, jobs, own) for own in buffers}

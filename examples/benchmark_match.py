@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import shutil
 import subprocess
 import sys
@@ -35,7 +34,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from darelib.run.matching.network import BASE, START, Network
+from darelib.run.matching.language import count_batch
+from darelib.run.matching.network import BASE, START, Network, fast_products
 from darelib.run.matching.walk import Participant, Stream, Walk
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -46,6 +46,16 @@ SIZES = {
     "0.1": (768, 2048, 12, 12, 4, 8192),
 }
 EXAMPLES, LENGTH = 64, 512
+# The command, and the most memory that it had: what the system counts of a child has its parent's.
+COMMAND = """
+import re, sys, dare
+status = dare.main(sys.argv[1:])
+peak = re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())
+torch = sys.modules.get("torch")
+gpu = torch.cuda.max_memory_reserved() if torch and torch.cuda.is_available() else 0
+print(f"[{int(peak[1]) * 1024 / 1e9:.2f}, {gpu / 1e9:.2f}]", file=sys.stderr)
+sys.exit(status)
+"""
 
 
 def configure(size: str, layers: int | None = None) -> transformers.LlamaConfig:
@@ -168,8 +178,9 @@ def measure_block(size: str, examples: int, times: int) -> dict[str, Any]:
         config.vocab_size = 1000
         model = transformers.LlamaForCausalLM(config).eval()
     states = make_states(model)
+    rows = count_batch(DEVICE) // LENGTH
     batches = [
-        [torch.randint(0, 1000, (8, LENGTH), device=DEVICE) for _ in range(examples // 8)]
+        list(torch.randint(0, 1000, (examples, LENGTH), device=DEVICE).split(rows))
         for _ in range(2)
     ]
     participants = [
@@ -206,7 +217,8 @@ def measure_block(size: str, examples: int, times: int) -> dict[str, Any]:
     }
     positions = torch.arange(LENGTH, device=DEVICE)[None]
     rest = {"position_embeddings": model.model.rotary_emb(x[0][0], positions)}
-    alone = measure(lambda: match_by_hand(model.model.layers[1], own, x, rest), times)
+    with fast_products():
+        alone = measure(lambda: match_by_hand(model.model.layers[1], own, x, rest), times)
     return {
         "tokens of each model": examples * LENGTH,
         "seconds": round(seconds, 3),
@@ -252,23 +264,26 @@ def write_models(size: str, folder: Path, layers: int | None) -> None:
 
 def measure_command(size: str, folder: Path, layers: int | None) -> dict[str, Any]:
     write_models(size, folder, layers)
-    program = Path(__file__).resolve().parent.parent / "dare.py"
-    command = [sys.executable, str(program), "--base", "base", "--merge", "first", "second"]
+    command = [sys.executable, "-c", COMMAND, "--base", "base", "--merge", "first", "second"]
     command += ["--drop-rate", "0", "--output", "merged", "--json"]
     figures: dict[str, Any] = {}
+    home = str(Path(__file__).resolve().parent.parent)
+    paths = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": paths}
     for what, more in {
         "merged": [],
         "matched": ["--examples", "first.jsonl", "second.jsonl"],
     }.items():
         shutil.rmtree(folder / "merged", ignore_errors=True)
         started = time.perf_counter()
-        done = subprocess.run([*command, *more], cwd=folder, capture_output=True, text=True)
+        done = subprocess.run(
+            [*command, *more], cwd=folder, capture_output=True, text=True, env=environment
+        )
         if done.returncode:
             sys.exit(done.stderr)
         figures[f"{what}, s"] = round(time.perf_counter() - started, 1)
-        figures[f"{what}, GB"] = round(
-            resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9, 2
-        )
+        *_, last = done.stderr.splitlines()
+        figures[f"{what}, GB of memory and GPU"] = json.loads(last)
     print(done.stderr[-2000:], file=sys.stderr)
     return figures | {
         "outputs off": [json.loads(done.stdout)["matching"][k] for k in ("before", "after")]

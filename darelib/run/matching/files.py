@@ -35,7 +35,7 @@ from darelib.output.prepare import is_share, record_matched
 from darelib.output.publish import Output
 from darelib.plan.plan import Job, MergePlan, plan_merge
 from darelib.plan.tensorplan import TensorPlan, assign_offsets, choose_kernel
-from darelib.run.matching.language import Names, Reader, make_module, make_streams
+from darelib.run.matching.language import Names, Reader, count_batch, make_module, make_streams
 from darelib.run.matching.network import BASE, START, Network
 from darelib.run.matching.walk import (
     RIDGE,
@@ -175,7 +175,7 @@ class FileMatch:
                 continue
             rows = self.plan.embedding_rows
             tokens = Reader([model.folder, base.folder], model.name, rows).read(examples)
-            streams = make_streams(tokens)
+            streams = make_streams(tokens, count_batch(self.network.device))
             participants.append(Participant(who, streams))
             if who != BASE:
                 some = [Stream(s.batch, s.tokens, s.answers) for s in streams[:JUDGED]]

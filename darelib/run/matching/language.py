@@ -24,7 +24,10 @@ from darelib.models.examples import Examples
 from darelib.models.tensorfile import read_json
 from darelib.run.matching.walk import Stream
 
-BATCH_TOKENS: Final = 4096  # of a batch, with its padding
+# Of a batch, with its padding; and bytes of a GPU for each so many.
+BATCH_TOKENS: Final = 4096
+BATCH_BYTES: Final = 16 << 30
+MOST_BATCHES: Final = 4
 FAILURES: Final = (AttributeError, ImportError, KeyError, OSError, TypeError, ValueError)
 
 
@@ -240,12 +243,22 @@ class Reader:
         return Tokens(whole, max(1, len(list(same))))
 
 
-def make_streams(tokens: Sequence[Tokens]) -> list[Stream]:
-    """Batches of examples of about the same length, so that few tokens are padding."""
+def count_batch(device: torch.device) -> int:
+    """The tokens of a batch: more on a large GPU, which would wait for Python otherwise."""
+    if device.type != "cuda":
+        return BATCH_TOKENS
+    size = torch.cuda.get_device_properties(device).total_memory
+    return BATCH_TOKENS * max(1, min(MOST_BATCHES, size // BATCH_BYTES))
+
+
+def make_streams(tokens: Sequence[Tokens], most: int) -> list[Stream]:
+    """Batches of examples of about the same length, so that few tokens are padding. most: tokens of
+    a batch.
+    """
     streams: list[Stream] = []
     batch: list[Tokens] = []
     for each in [*sorted(tokens, key=lambda each: -len(each.ids)), None]:
-        if batch and (each is None or (len(batch) + 1) * len(batch[0].ids) > BATCH_TOKENS):
+        if batch and (each is None or (len(batch) + 1) * len(batch[0].ids) > most):
             streams.append(make_stream(batch))
             batch = []
         if each is not None:

@@ -419,8 +419,12 @@ class Walk:
     ) -> None:
         """Let all examples pass through a segment."""
         is_end = segment.number in (len(self.network.blocks), -2)
-        for participant in self.participants:
-            own = self.take(segment, participant.who, loaded)
+        last = START
+        own: dict[str, Tensor] = {}
+        for participant in sorted(self.participants, key=lambda each: each.who):
+            if participant.who != last:
+                own = self.take(segment, participant.who, loaded)
+                last = participant.who
             for stream in participant.streams:
                 given = self.call(segment, own, stream.batch, stream.own)
                 made = given

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -17,13 +19,14 @@ from torch import Tensor
 from darelib.config import DareConfig
 from darelib.config.values import FULL
 from darelib.core.drops import Thinning
+from darelib.core.formats import DTYPES
 from darelib.core.interrupts import Interrupts
 from darelib.core.text import LOG, ConfigError, DareError, progress
 from darelib.methods import DEFAULT
 from darelib.methods.looks import TensorSettings
 from darelib.methods.passthrough import PASSTHROUGH
 from darelib.models.checkpoint import Checkpoint
-from darelib.models.encodings import TensorInfo
+from darelib.models.encodings import PLAIN, TensorInfo
 from darelib.output.matched import (
     UNMATCHED,
     BlockMatch,
@@ -54,6 +57,7 @@ from darelib.run.solving import make_worker
 from darelib.run.threads import Made, Order, publish, run_merge
 from darelib.run.worker import Outcome, Tally
 
+STORED_TYPES: Final = {stored: getattr(torch, name) for name, stored in DTYPES.items()}
 FEW: Final = 16  # examples, below which a merge is hardly better matched
 JUDGED: Final = 2  # batches of each model's examples on which the base is judged, too
 
@@ -79,10 +83,20 @@ class Inputs:
             self._plans[i] = plan_merge(alone, [base, model]), [base, model]
 
     def make(self, who: int, names: Sequence[str]) -> dict[str, Tensor]:
-        """Tensors in float32."""
+        """Tensors in float32, or as they are stored."""
         plan, inputs = self._plans[who]
         wanted = {*names}
         chosen = [tensor for tensor in plan.tensors if tensor.name in wanted]
+        model = inputs[-1]
+        plain = [t for t in chosen if who != START and is_plain(model.tensors.get(t.name), t.base)]
+        with ThreadPoolExecutor(plan.threads) as pool:
+            read = list(pool.map(partial(read_plain, model), [t.name for t in plain]))
+        found = {tensor.name: each for tensor, each in zip(plain, read, strict=True)}
+        left = [tensor for tensor in chosen if tensor.name not in found]
+        return found | (self._merge(who, left) if left else {})
+
+    def _merge(self, who: int, chosen: Sequence[TensorPlan]) -> dict[str, Tensor]:
+        plan, inputs = self._plans[who]
         tensors, [file] = assign_offsets(chosen, sys.maxsize, {}, "memory")
         part = replace(plan, tensors=tuple(tensors), files=(file,))
         head = len(file.header)
@@ -98,6 +112,24 @@ class Inputs:
         worker = make_worker(part, inputs, self.interrupts)
         run_rounds(part.rounds(), worker, put, note, self.interrupts)
         return {tensor.name: as_floats(made, tensor.output) for tensor in tensors}
+
+
+def is_plain(info: TensorInfo | None, base: TensorInfo) -> bool:
+    """Whether a model's own tensor is what it stores, and can be read as it is."""
+    return bool(
+        info
+        and info.encoding is PLAIN
+        and info.shape == base.shape
+        and info.dtype in STORED_TYPES
+        and info.count
+    )
+
+
+def read_plain(model: Checkpoint, name: str) -> Tensor:
+    info = model.tensors[name]
+    raw = torch.empty(info.nbytes, dtype=torch.uint8)
+    model.read(info, 0, info.count, raw.numpy())
+    return raw.view(STORED_TYPES[info.dtype]).reshape(info.shape)
 
 
 def as_floats(made: NDArray[np.uint8], info: TensorInfo) -> Tensor:

@@ -132,7 +132,11 @@ class Network:
         buffers = [name for name, _ in model.named_buffers() if name in stored]
         self.names = [*(name for name, _ in model.named_parameters()), *buffers]
         self.own = [name for name in self.names if not name.startswith(tuple(self.prefixes))]
-        self._place = 0  # of the hidden states among the tensors that the first block is given
+        # By block: the place of the hidden states among the tensors that it is given. A block that
+        # is not here has them otherwise than the one before it gave them, or what depends on them.
+        self._places: dict[int, int] = {}
+        # The arguments of one block, by batch: all but the hidden states stay the same.
+        self._cached: tuple[int, dict[int, Any]] = WHOLE, {}
         self._at = WHOLE  # the block at which to stop
         self._known: Any = None  # what the last block that is done gave
         self._watch: Callable[[int, Any], Any] | None = None  # what runs blocks, where all are run
@@ -202,12 +206,26 @@ class Network:
     def call(self, segment: Segment, weights: Weights, batch: Any, known: Any) -> Any:
         """What a segment gives. known: what the one before it gave."""
         if 0 <= segment.number < len(self.blocks):
-            arguments = self.reach(segment.number, batch, known, self.make_empty())
+            arguments = self._find_arguments(segment.number, batch, known)
             return self._run_block(segment.number, weights, arguments)
         if segment.number == BEFORE:
-            return find_tensors(self.reach(0, batch, None, weights))[self._place]
+            return find_tensors(self.reach(0, batch, None, weights))[self._places[0]]
         self._at, self._known = segment.number, known
-        return functional_call(self.model, dict(weights), *split_batch(batch))
+        return functional_call(self.model, dict(weights), *split_batch(move(batch, self.device)))
+
+    def _find_arguments(self, k: int, batch: Any, known: Any) -> Any:
+        if k not in self._places:
+            return self.reach(k, batch, known, self.make_empty())
+        if self._cached[0] != k:
+            self._cached = k, {}
+        kept = self._cached[1]
+        if id(batch) not in kept:
+            leaves, shape = pytree.tree_flatten(self.reach(k, batch, known, self.make_empty()))
+            tensors = [place for place, each in enumerate(leaves) if isinstance(each, Tensor)]
+            kept[id(batch)] = leaves, shape, tensors[self._places[k]]
+        leaves, shape, place = kept[id(batch)]
+        leaves[place] = first_tensor(known)
+        return pytree.tree_unflatten(leaves, shape)
 
     def make_empty(self) -> dict[str, Tensor]:
         """Zeros in place of all weights outside the blocks: nothing that a block takes from there
@@ -220,20 +238,12 @@ class Network:
         }
 
     def reach(self, at: int, batch: Any, known: Any, weights: Weights) -> Any:
-        """The arguments of a block. known: what the block before it gave; of the first, its hidden
-        states, or None: those that the weights give.
-        """
+        """The arguments of a block. known: what the block before it gave."""
         self._at, self._known = at, known
         try:
-            functional_call(self.model, dict(weights), *split_batch(batch))
+            functional_call(self.model, dict(weights), *split_batch(move(batch, self.device)))
         except Reached as reached:
-            arguments = reached.arguments
-        if at or known is None:
-            return arguments
-        leaves, shape = pytree.tree_flatten(arguments)
-        places = [k for k, each in enumerate(leaves) if isinstance(each, Tensor)]
-        leaves[places[self._place]] = known
-        return pytree.tree_unflatten(leaves, shape)
+            return reached.arguments
 
     def choose_way(self, load: Load, batch: Any) -> None:
         """By blocks, if the module can be called so; else as a whole."""
@@ -255,7 +265,6 @@ class Network:
             calls.append((k, arguments, given))
             return given
 
-        batch = move(batch, self.device)
         weights = self.take(load, BASE, self.own)
         after = self.segments[-1]
         try:
@@ -270,6 +279,8 @@ class Network:
                     known = calls[k - 1][2] if k else None
                     if reason := self._compare(k, arguments, self.reach(k, batch, known, empty)):
                         return reason
+                    if k:
+                        self._find_place(k, batch, known)
             walked = self.call(after, weights, batch, calls[-1][2])
         except RuntimeError as error:  # of a module that expects something else
             return f"it fails: {error}"
@@ -287,10 +298,25 @@ class Network:
         if len(tensors) != len(others) or len(depending) != (k == 0):
             return "its blocks are given more of its weights than hidden states"
         if k == 0:
-            [self._place] = depending
+            [self._places[0]] = depending
         pairs = [pair for pair in enumerate(tensors) if pair[0] not in depending]
         is_same = all(torch.equal(each, others[place]) for place, each in pairs)
         return "" if is_same else "its blocks are given what others have left"
 
+    def _find_place(self, k: int, batch: Any, known: Any) -> None:
+        """Note where a block is given what the block before it gave, as it is, and nothing else
+        depends on that.
+        """
+        grown = pytree.tree_map(
+            lambda each: each.detach().requires_grad_() if isinstance(each, Tensor) else each, known
+        )
+        tensors = find_tensors(self.reach(k, batch, grown, self.make_empty()))
+        depending = [place for place, each in enumerate(tensors) if each.requires_grad]
+        if len(depending) == 1 and tensors[depending[0]] is first_tensor(grown):
+            self._places[k] = depending[0]
+
     def take(self, load: Load, who: int, names: Sequence[str]) -> dict[str, Tensor]:
-        return {name: each.to(self.device) for name, each in load(who, names).items()}
+        found = load(who, names)
+        return {
+            name: each.to(self.device, non_blocking=True).float() for name, each in found.items()
+        }

@@ -284,8 +284,7 @@ class Walk:
 
     def call(self, segment: Segment, weights: dict[str, Tensor], batch: Any, known: Any) -> Any:
         self.check()
-        device = self.network.device
-        return self.network.call(segment, weights, move(batch, device), move(known, device))
+        return self.network.call(segment, weights, batch, move(known, self.network.device))
 
     def find_stages(
         self, segment: Segment, merged: dict[str, Tensor], result: Matched
@@ -441,8 +440,10 @@ class Walk:
     def take(
         self, segment: Segment, who: int, loaded: dict[int, dict[str, Tensor]]
     ) -> dict[str, Tensor]:
-        found = loaded.get(who) or self.load(who, segment.parameters)
-        moved: dict[str, Tensor] = move(found, self.network.device)
+        known = loaded.get(who)
+        if known is None:
+            return self.network.take(self.load, who, segment.parameters)
+        moved: dict[str, Tensor] = move(known, self.network.device)
         return moved
 
     def choose(self, inputs: Tensor, tokens: Tensor | None) -> tuple[Tensor, Any]:

@@ -24,10 +24,11 @@ from darelib.models.examples import Examples
 from darelib.models.tensorfile import read_json
 from darelib.run.matching.walk import Stream
 
-# Of a batch, with its padding; and bytes of a GPU for each so many.
+# Of a batch, with its padding: on a CPU, and for each so many bytes of a GPU, which has to hold
+# what a head gives for them, several times.
 BATCH_TOKENS: Final = 4096
-BATCH_BYTES: Final = 16 << 30
-MOST_BATCHES: Final = 4
+GPU_TOKENS: Final = 512
+GPU_BYTES: Final = 8 << 30
 FAILURES: Final = (AttributeError, ImportError, KeyError, OSError, TypeError, ValueError)
 
 
@@ -248,7 +249,7 @@ def count_batch(device: torch.device) -> int:
     if device.type != "cuda":
         return BATCH_TOKENS
     size = torch.cuda.get_device_properties(device).total_memory
-    return BATCH_TOKENS * max(1, min(MOST_BATCHES, size // BATCH_BYTES))
+    return GPU_TOKENS * max(1, size // GPU_BYTES)
 
 
 def make_streams(tokens: Sequence[Tokens], most: int) -> list[Stream]:

@@ -101,6 +101,20 @@ def has_room(device: torch.device) -> bool:
     return held < torch.cuda.get_device_properties(device).total_memory // 2
 
 
+def find_needed(tree: Any, weights: Weights) -> list[str]:
+    """The weights that tensors were computed from."""
+    nodes = [each.grad_fn for each in find_tensors(tree) if each.grad_fn]
+    seen = {*nodes}
+    found: set[int] = set()
+    while nodes:
+        node = nodes.pop()
+        found.add(id(getattr(node, "variable", None)))
+        new = {each for each, _ in node.next_functions if each} - seen
+        seen |= new
+        nodes += new
+    return [name for name, each in weights.items() if id(each) in found]
+
+
 @contextmanager
 def fast_products() -> Iterator[None]:
     """A GPU multiplies numbers of 19 bits, and adds in float32: four times as fast, and nothing
@@ -132,6 +146,7 @@ class Network:
         buffers = [name for name, _ in model.named_buffers() if name in stored]
         self.names = [*(name for name, _ in model.named_parameters()), *buffers]
         self.own = [name for name in self.names if not name.startswith(tuple(self.prefixes))]
+        self._before = self._after = self.own  # what is needed there
         # By block: the place of the hidden states among the tensors that it is given. A block that
         # is not here has them otherwise than the one before it gave them, or what depends on them.
         self._places: dict[int, int] = {}
@@ -149,8 +164,8 @@ class Network:
             self._make_segment(prefix[:-1], k, [n for n in self.names if n.startswith(prefix)])
             for k, prefix in enumerate(self.prefixes)
         ]
-        before = self._make_segment("before the blocks", BEFORE, self.own)
-        after = self._make_segment("after the blocks", len(self.blocks), self.own)
+        before = self._make_segment("before the blocks", BEFORE, self._before)
+        after = self._make_segment("after the blocks", len(self.blocks), self._after)
         return [before, *inside, after]
 
     def _make_segment(self, name: str, number: int, parameters: list[str]) -> Segment:
@@ -281,6 +296,8 @@ class Network:
                         return reason
                     if k:
                         self._find_place(k, batch, known)
+                self._before = find_needed(self.reach(0, batch, None, empty), empty)
+                self._after = find_needed(self.call(after, empty, batch, calls[-1][2]), empty)
             walked = self.call(after, weights, batch, calls[-1][2])
         except RuntimeError as error:  # of a module that expects something else
             return f"it fails: {error}"

@@ -541,8 +541,9 @@ def test_the_shipped_configuration_has_every_key_with_its_default() -> None:
     assert shown == {key: getattr(DareConfig(), key) for key in shown}, (
         "what is not commented out is the default"
     )
-    whole = tomllib.loads(re.sub(r"^# (?=\[\[|[a-z_]+ = )", "", text, flags=re.MULTILINE))
+    whole = tomllib.loads(re.sub(r"^# (?=\[|[a-z_]+ = )", "", text, flags=re.MULTILINE))
     assert set(whole["dare"]) == set(SETTINGS)
+    assert set(whole["examples"]) == set(TABLES["examples"])
 
 
 def test_help_names_every_setting_and_each_flag_has_its_key_in_toml(capsys: Capture) -> None:
@@ -554,14 +555,15 @@ def test_help_names_every_setting_and_each_flag_has_its_key_in_toml(capsys: Capt
         "base_file": "base",
         "merge_files": "merge",
         "output_file": "output",
+        "files": "examples",
+        "base": "base-examples",
         "rules": "rule",
     }
-    keys = {
-        names.get(key, key.replace("_", "-")) for key in (*SETTINGS, *TABLES["models"], "rules")
-    }
+    tables = (*SETTINGS, *TABLES["models"], *TABLES["examples"], "rules")
+    keys = {names.get(key, key.replace("_", "-")) for key in tables}
     own = (
         "help version config force resume verify dry-run per-tensor plot write-config json quiet"
-        " part runner ray-address no-normalize no-rescale lenient bake"
+        " part runner ray-address no-normalize no-rescale no-matched lenient bake"
     )
     assert printed - set(own.split()) == keys - set(own.split())
 

@@ -51,6 +51,7 @@ from tests.support import (
     random_model,
     run,
     save,
+    save_directory,
     save_sharded,
     slow,
     snapshot,
@@ -488,6 +489,32 @@ def test_a_suggestion_is_what_is_advised_and_what_else_was_set(
     assert any(f"method {suggested['method']}: " in advice for advice in report.advice)
     assert tables.get("rules", [])[: len(rules)] == rules, "what is advised comes after them"
     assert tables.get("sweep") == (SEARCHED if suggested["drop_rate"] == 0 else None)
+
+
+def test_examples_are_advised_where_transformers_knows_the_model(
+    tmp_path: Path, capsys: Capture, monkeypatch: Patch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folders = [
+        save_directory(Path(name), tensors, model_type="llama")
+        for name, tensors in zip(("base", "math", "code"), (BASE, *TWO), strict=True)
+    ]
+    for word in ("math", "code"):
+        Path(f"{word}.jsonl").write_text('{"text": "one and one is two"}\n')
+    words = ["analyze", "-b", folders[0], "-m", *folders[1:], "--engine", "plain"]
+    path = Path("advice.toml")
+    run(*words, "--write-config", path)
+    assert "--examples FILE..., one for each model" in capsys.readouterr().out
+    text = path.read_text()
+    assert "examples" not in tomllib.loads(text), "it is a comment"
+    path.write_text(re.sub(r"^# (?=\[examples|files)", "", text, flags=re.MULTILINE))
+    run("analyze", "-c", path, "--engine", "plain", "--write-config", "-")
+    printed = capsys.readouterr().out
+    assert tomllib.loads(printed)["examples"] == {"files": ["math.jsonl", "code.jsonl"]}
+    assert "--examples" not in printed
+    files = analyze(tmp_path, BASE, *TWO)
+    alone = make_merger(folders[0], folders[1:2], engine="plain").analyze()
+    assert not any("examples" in each.suggestion for each in (files, alone))
 
 
 STATE = """

@@ -764,6 +764,7 @@ def test_models_that_change_end_the_search() -> None:
         ("--evaluate 'cat {model} | wc'", 2, """bash -c '... "$1" ...' bash {model}"""),
         ("--in-memory --keep-models x", 2, "no models to keep"),
         ("--evaluate 'echo {model}' --in-memory", 2, "a command needs models in files"),
+        ("--in-memory --examples a.txt b.txt", 2, "in memory, a search merges without examples"),
         ("--storage sqlite:///no/such.db", 1, "cannot be used: OperationalError"),
         ("--storage ::", 1, "cannot be used: "),
         ("--keep-models config.toml/x", 1, "cannot write models in"),

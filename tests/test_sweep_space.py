@@ -99,8 +99,11 @@ def test_settings_are_only_asked_where_they_mean_something_and_others_do_not_hin
         ("rules=[1]", "rules must be tables"),
         ("rules=[{drop_rate=[0.5]}]", "rule 1"),
         ("threads=[1]", "no key 'threads'"),
+        ("matched=[true, false]", "no key 'matched'"),
+        ("match_ridge=[0.02, 0.1]", "no key 'match_ridge'"),
         ("rules=[{match='*'}]", "sets nothing"),
         ("rules=[{match='*', mismatch=['base']}]", "rule 1 has no key 'mismatch'"),
+        ("rules=[{match='*', matched=[false]}]", "rule 1 has no key 'matched'"),
         ("keep_ratio=[0.5, 0.7]", "keep_ratio means nothing"),
         ("rules=[]", "nothing to search"),
         ("drop_rate", "must be SETTING=VALUES"),
@@ -168,7 +171,10 @@ VALUES: dict[str, list[Any]] = {
     "norm_limit": [0, 1.5],
     "scale": [0.5, {"gradient": [0, 1]}],
     "mismatch": ["error", "base"],
+    "matched": [True, False],
+    "match_ridge": [0.02, 0.1],
 }
+SWEEP_RULES = [name for name in RULE_SETTINGS if name in SWEEP_SETTINGS]
 CONFIGS = st.fixed_dictionaries(
     {}, optional={name: st.sampled_from(values) for name, values in VALUES.items()}
 )
@@ -199,7 +205,7 @@ def axes(names: Sequence[str]) -> st.SearchStrategy[dict[str, Any]]:
 
 
 @examples(50)
-@given(axes(SWEEP_SETTINGS), st.none() | axes(RULE_SETTINGS), CONFIGS, st.integers(0, 999))
+@given(axes(SWEEP_SETTINGS), st.none() | axes(SWEEP_RULES), CONFIGS, st.integers(0, 999))
 def test_whatever_is_chosen_can_be_merged_or_is_refused(
     space: Any, rule: Any, given: Any, seed: int
 ) -> None:

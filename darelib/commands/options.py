@@ -40,6 +40,7 @@ class Merger(Protocol):
     config: DareConfig
     tokenizer: Source
     chat_template: Source | None
+    examples: tuple[Path | None, ...]
     published: MergeReport | None
 
     @property

@@ -532,8 +532,11 @@ class DareConfig(Settings):
 
 
 SETTINGS: Final = list_rows(DareConfig)
+# What a search may choose. It knows of no examples, and without them their settings mean nothing.
 SWEEP_SETTINGS: Final = tuple(
-    name for name, row in SETTINGS.items() if row.searched or name in RULE_SETTINGS
+    name
+    for name, row in SETTINGS.items()
+    if (row.searched or name in RULE_SETTINGS) and row.group is not Group.EXAMPLES
 )
 PER_MODEL: Final = tuple(name for name, row in SETTINGS.items() if row.check.per_model)
 # What says how a tensor is merged.

@@ -356,7 +356,8 @@ def model_card(
     settings = config.general(len(models))
     resolved = config.resolve_all(len(models))
     examples = [model.parts[0].examples for model in inputs]
-    is_exact = kind.is_exact and all(METHODS[own.method].exact for own in resolved)
+    are_exact = all(METHODS[own.method].exact for own in resolved) and not any(examples)
+    is_exact = kind.is_exact and are_exact
     drops = list_drops(resolved)
     methods = [METHODS[name] for name in dict.fromkeys(own.method for own in resolved)]
     # Of random drops it is known by the paper's name.

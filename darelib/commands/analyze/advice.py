@@ -10,9 +10,10 @@ from typing import Any, Final, NamedTuple, Self
 
 from darelib.commands.analyze.measure import DeltaStats, ModelAnalysis, PairAnalysis, kind_of
 from darelib.config import SETTINGS, DareConfig, Decides, Gradient, Group, Rule, as_toml
-from darelib.core.text import clip
+from darelib.core.text import clip, printable
 from darelib.core.tuning import TUNING
 from darelib.methods import DEFAULT, METHOD_SETTINGS, METHODS, RECOMMENDED
+from darelib.models.checkpoint import Checkpoint
 from darelib.plan.plan import MergePlan
 from darelib.requests.configfile import format_table
 
@@ -47,6 +48,10 @@ LARGEST_TRIED: Final = 312_000_000  # parameters, in the experiment of docs/evid
 DROP_NOTHING: Final = (
     "drop nothing at first: once lambda was searched for, dropping half at random made no method "
     "better on the whole in this project's experiment (wudi lost 3.7 points, linear 2.2)"
+)
+MATCHING: Final = (
+    "with some hundred examples of each skill, answers included, merges kept more of it in this "
+    "project's trials: --examples FILE..., one for each model (docs/examples.md)"
 )
 # What a suggestion has of its own, and what is about one machine.
 REPLACED: Final = frozenset(
@@ -149,14 +154,29 @@ def choose_case(task: MergePlan, models: Sequence[ModelAnalysis]) -> Case:
     return CASES["packed" if any(find_packed_rates(task)) else "whole"]
 
 
+def may_match(inputs: Sequence[Checkpoint], case: Case) -> bool:
+    """Whether examples could help: there are none, and several models that transformers knows."""
+    base, *models = inputs
+    is_known = "model_type" in base.config
+    are_given = any(model.parts[0].examples for model in models)
+    return case is not CASES["one"] and is_known and not are_given
+
+
 def explain_advice(
-    base: str, verdicts: Sequence[Verdict], case: Case, pairs: Sequence[PairAnalysis]
+    base: str,
+    verdicts: Sequence[Verdict],
+    case: Case,
+    pairs: Sequence[PairAnalysis],
+    matches: bool,
 ) -> Iterator[str]:
+    """matches: whether examples could help."""
     for verdict in verdicts:
         if verdict.base in BASE_TEXTS:
             text = BASE_TEXTS[verdict.base]
             yield text.format(base=base, model=verdict.model, norm=verdict.relative_norm)
     yield from case.reasons
+    if matches:
+        yield MATCHING
     if pairs:
         conflict = max(pair.weighted_sign_conflict for pair in pairs)
         cosine = min(pair.cosine for pair in pairs)
@@ -197,9 +217,15 @@ def judge_confidence(parameters: int, verdicts: Sequence[Verdict], case: Case) -
 
 
 def suggest(
-    task: MergePlan, models: Sequence[ModelAnalysis], verdicts: Sequence[Verdict], case: Case
+    task: MergePlan,
+    models: Sequence[ModelAnalysis],
+    verdicts: Sequence[Verdict],
+    case: Case,
+    matches: bool,
 ) -> str:
-    """Tables as TOML: what is advised, what else the user has set, and what to search."""
+    """Tables as TOML: what is advised, what else the user has set, and what to search; as a
+    comment, where examples would stand.
+    """
     config = task.config
     alone = case is CASES["one"]
     rates = find_packed_rates(task)
@@ -223,6 +249,10 @@ def suggest(
         texts.append(format_table("[[rules]]  # norms, biases and embeddings", rule_table))
     if not alone:
         texts.append(format_table("[sweep]  # what to search first", SEARCHED))
+    if matches:
+        files = [f"{printable(verdict.model)}.jsonl" for verdict in verdicts]
+        table = format_table("[examples]  # of each model's skill", {"files": files})
+        texts.append("".join(f"# {line}\n" for line in table.splitlines()))
     return "\n".join(texts)
 
 

@@ -14,6 +14,7 @@ from darelib.commands.analyze.advice import (
     choose_case,
     explain_advice,
     judge_confidence,
+    may_match,
     suggest,
 )
 from darelib.commands.analyze.measure import DeltaStats, Findings, ModelAnalysis, PairAnalysis
@@ -314,6 +315,7 @@ def report_analysis(
     pairs = findings.compare(labels)
     verdicts = tuple(Verdict.of(model, task.config.delta_threshold) for model in models)
     case = choose_case(task, models)
+    matches = may_match(inputs, case)
     parameters = sum(tensor.base.count for tensor in task.tensors if tensor.merged)
     return AnalysisReport(
         base=task.base,
@@ -323,9 +325,9 @@ def report_analysis(
         models=models,
         pairs=pairs,
         verdicts=verdicts,
-        advice=tuple(explain_advice(base, verdicts, case, pairs)),
+        advice=tuple(explain_advice(base, verdicts, case, pairs, matches)),
         confidence=judge_confidence(parameters, verdicts, case),
-        suggestion=suggest(task, models, verdicts, case),
+        suggestion=suggest(task, models, verdicts, case, matches),
         bytes_read=findings.bytes_read,
         seconds=seconds,
         warnings=task.warnings,

@@ -216,7 +216,8 @@ class Space:
         Rule.of({"match": match, "lambda_coeff": 1.0}, where)  # whether it can match anything
         if not axes:
             raise ConfigError(f"{where} sets nothing", EXAMPLE)
-        return match, self._parse_table(axes, RULE_SETTINGS, where)
+        known = tuple(name for name in SWEEP_SETTINGS if name in RULE_SETTINGS)
+        return match, self._parse_table(axes, known, where)
 
     def _list_values(self, name: str) -> list[Any]:
         """What a setting may be; of a range, its end."""

@@ -38,6 +38,11 @@ def sweep_models(
     """What DareMerger.sweep does."""
     score, name = find_evaluation(evaluate, timeout)
     how = Options.of(**options)
+    if merger.examples and (in_memory or model is not None):
+        raise ConfigError(
+            "in memory, a search merges without examples",
+            "search in files, or leave the examples out",
+        )
     quiet = dataclasses.replace(merger.config, verbose=False)
     choices = Space(space, quiet, name_models([model.name for model in merger.models]))
     merger = pin_sources(merger)

@@ -127,8 +127,10 @@ def make_models(count: int, dtype: torch.dtype) -> list[Tensors]:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernels themselves")
 @pytest.mark.parametrize("dtype", ["float32", "float16"])  # it rounds to bfloat16 in another way
 def test_interpreted_kernels_give_the_bits_of_the_definition(dtype: str) -> None:
+    # Measured, it would take twice as long.
+    given = {key: each for key, each in os.environ.items() if not key.startswith("COVERAGE")}
     environment = {
-        **os.environ,
+        **given,
         "TRITON_INTERPRET": "1",
         "PYTHONPATH": str(HERE),
         "PYTHONWARNINGS": "ignore",

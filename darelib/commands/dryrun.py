@@ -18,9 +18,11 @@ from darelib.kernels.engines import estimate_compiling
 from darelib.kernels.records import Buffers
 from darelib.methods import METHODS
 from darelib.models.checkpoint import Checkpoint
+from darelib.output.matched import PlannedMatch
 from darelib.output.prepare import FilePlan, is_share
 from darelib.plan.tensorplan import TensorPlan
 from darelib.requests.configfile import as_literal
+from darelib.run import estimate_matching
 from darelib.run.products import estimate_products, open_worker, set_ranks
 from darelib.run.rounds import measure_rate
 from darelib.run.solving import estimate_matrices, estimate_solving
@@ -119,6 +121,7 @@ class Plan(Report):
     threads: int
     estimate: Estimate | None
     adapter: AdapterFit | None  # of a sample, where one would be written
+    matching: PlannedMatch | None  # where it would be matched with examples
     warnings: tuple[str, ...]
 
     def parts(self) -> list[Part]:
@@ -191,6 +194,8 @@ class Plan(Report):
                 else ""
             )
             yield "adapter", f"{self.adapter} (a sample{most})"
+        if self.matching:
+            yield "match", str(self.matching)
         if self.replaces:
             yield "replace", human(self.replaces)
         if self.unfinished and self.resume:
@@ -210,6 +215,11 @@ def describe_plan(
     plan: FilePlan, inputs: Sequence[Checkpoint], resume: bool, estimate: bool
 ) -> Plan:
     taken, fit = estimate_merge(plan, inputs) if estimate else (None, None)
+    matching: PlannedMatch | None = estimate_matching(plan, inputs)
+    memory = estimate_memory(plan, inputs)
+    if matching:
+        memory += matching.memory
+        taken = taken and dataclasses.replace(taken, seconds=taken.seconds + matching.seconds)
     return Plan(
         output=plan.output.name,
         directory=plan.output.directory,
@@ -231,10 +241,11 @@ def describe_plan(
         bytes_to_read=plan.bytes_to_read,
         bytes_to_write=plan.size,
         bytes_free=plan.free,
-        memory=estimate_memory(plan, inputs),
+        memory=memory,
         threads=plan.threads,
         estimate=taken,
         adapter=fit,
+        matching=matching,
         warnings=plan.warnings,
     )
 

@@ -222,8 +222,8 @@ def merger_for(request: Request, merger_class: MergerClass) -> Merger:
         config,
         tokenizer=request.tokenizer or "base",
         chat_template=request.chat_template,
-        examples=request.examples,
-        base_examples=request.base_examples,
+        examples=[source.path for source in request.examples],
+        base_examples=request.base_examples and request.base_examples.path,
     )
 
 

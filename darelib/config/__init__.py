@@ -453,11 +453,11 @@ class DareConfig(Settings):
             )
 
     def check_examples(self, are_there: bool) -> None:
-        given = [name for name, row in SETTINGS.items() if row.group == Group.EXAMPLES]
-        set_ones = list_given(self, given)
-        if set_ones and not are_there:
+        own = [name for name, row in SETTINGS.items() if row.group == Group.EXAMPLES]
+        given = [name for holder in (self, *self.typed_rules) for name in list_given(holder, own)]
+        if given and not are_there:
             raise ConfigError(
-                f"{next(iter(set_ones))} means nothing without examples",
+                f"{given[0]} means nothing without examples",
                 "give --examples FILE..., one for each model, or leave it out",
             )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from darelib.core.text import count_of, list_names, printable, read_toml
+from darelib.core.text import count_of, duration, human, list_names, printable, read_toml
 from darelib.models.tensorfile import peek_header
 
 MATCHED_KEY: Final = "matched"  # of a recipe: digests by tensor
@@ -52,6 +52,23 @@ class MatchReport:
                 f"{count_of(len(names), 'tensor')} not matched ({why}): {list_names(names)}"
             )
         return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class PlannedMatch:
+    """What matching will take. Prints as a line."""
+
+    matrices: int
+    examples: int
+    tokens: int
+    memory: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.matrices:,} matrices with {count_of(self.examples, 'example')} "
+            f"({self.tokens:,} tokens): {duration(self.seconds)}, {human(self.memory)} of memory"
+        )
 
 
 def find_ratio(missing: float, wanted: float) -> float:

@@ -85,10 +85,10 @@ def write_config(path: Path, settings: str, request: Request) -> None:
     }
     tables: dict[str, Any] = {"models": models}
     if request.examples:
-        files = [path_from(folder, str(file), file) for file in request.examples]
+        files = [path_from(folder, file.name, file.path) for file in request.examples]
         tables["examples"] = {"files": files}
         if base := request.base_examples:
-            tables["examples"]["base"] = path_from(folder, str(base), base)
+            tables["examples"]["base"] = path_from(folder, base.name, base.path)
     text = f"{settings.rstrip()}\n\n{tomli_w.dumps(tables)}"
     if path == STDOUT:
         print_result(text.rstrip())

@@ -128,8 +128,8 @@ def _parse_examples(path: str, table: Mapping[str, Any], folder: Path) -> dict[s
             'write it as base = "general.txt"',
         )
     return {
-        "examples": tuple(Source.of(file, folder).path for file in files),
-        "base_examples": Source.of(base, folder).path if base else None,
+        "examples": tuple(Source.of(file, folder) for file in files),
+        "base_examples": Source.of(base, folder) if base else None,
     }
 
 

@@ -111,7 +111,8 @@ def locate_inputs(request: Request, given: Sequence[str], path: Path) -> Request
 def check_examples(request: Request) -> None:
     """Refuse other examples than a recipe was made with: it holds no text of them."""
     base, *models = [entry.get("examples") for entry in request.inputs]
-    given = [request.base_examples, *request.examples]
+    sources = [request.base_examples, *request.examples]
+    given = [None if source is None else source.path for source in sources]
     wanted = [base, *models] if any(models) else [None]
     names = [str(entry.get("file")) for entry in wanted if isinstance(entry, dict)]
     if [each is None for each in given] != [each is None for each in wanted]:

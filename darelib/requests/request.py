@@ -55,8 +55,8 @@ class Request:
     version: str = ""  # of the tool that made the recipe
     packed: bool = False  # whether that is a packed model
     sweep: Mapping[str, Any] = field(default_factory=dict)  # what a search may choose
-    examples: tuple[Path, ...] = ()  # of each model's skill, if a merge is matched with some
-    base_examples: Path | None = None
+    examples: tuple[Source, ...] = ()  # of each model's skill, if a merge is matched with some
+    base_examples: Source | None = None
 
 
 class SeveralDocuments(ConfigError):
@@ -96,9 +96,9 @@ def layer_flags(request: Request, flags: Mapping[str, Any]) -> Request:
     if "output" in flags:
         changes["output"] = Source.of(flags["output"]).path
     if "examples" in flags:
-        changes["examples"] = tuple(Source.of(name).path for name in flags["examples"])
+        changes["examples"] = tuple(map(Source.of, flags["examples"]))
     if "base_examples" in flags:
-        changes["base_examples"] = Source.of(flags["base_examples"]).path
+        changes["base_examples"] = Source.of(flags["base_examples"])
     rules = (*map(parse_rule, flags.get("rules", ())), *request.rules)
     if "bake" in flags:
         dare |= bake(dare, flags.keys(), len(changes.get("merge", request.merge)))

@@ -53,6 +53,12 @@ def load_states() -> ModuleType:
     return states
 
 
+def estimate_matching(plan: Any, inputs: Any) -> Any:
+    """What matching takes; None: there are no examples."""
+    has_examples = any(model.parts[0].examples for model in inputs)
+    return load_matching().estimate(plan, inputs) if has_examples else None
+
+
 def load_matching() -> ModuleType:
     try:
         from darelib.run.matching import files

@@ -22,6 +22,7 @@ from darelib.core.drops import Thinning
 from darelib.core.formats import DTYPES
 from darelib.core.interrupts import Interrupts
 from darelib.core.text import LOG, ConfigError, DareError, progress
+from darelib.kernels.matrix_engine import MatrixEngine
 from darelib.methods import DEFAULT
 from darelib.methods.looks import TensorSettings
 from darelib.methods.passthrough import PASSTHROUGH
@@ -31,10 +32,11 @@ from darelib.output.matched import (
     UNMATCHED,
     BlockMatch,
     MatchReport,
+    PlannedMatch,
     digest_range,
     find_ratio,
 )
-from darelib.output.prepare import is_share, record_matched
+from darelib.output.prepare import FilePlan, is_share, record_matched
 from darelib.output.publish import Output
 from darelib.plan.plan import Job, MergePlan, plan_merge
 from darelib.plan.tensorplan import TensorPlan, assign_offsets, choose_kernel
@@ -58,6 +60,9 @@ from darelib.run.threads import Made, Order, publish, run_merge
 from darelib.run.worker import Outcome, Tally
 
 STORED_TYPES: Final = {stored: getattr(torch, name) for name, stored in DTYPES.items()}
+# What a matrix takes besides its sums, in forwards; what torch and transformers take, as measured.
+FORWARDS: Final = 7
+LIBRARY_BYTES: Final = 700_000_000
 FEW: Final = 16  # examples, below which a merge is hardly better matched
 JUDGED: Final = 2  # batches of each model's examples on which the base is judged, too
 
@@ -235,6 +240,35 @@ class FileMatch:
         free = [name for name in dict.fromkeys(names) if not self.explain_left(name)]
         return [self.rows[self.names.find_tensor(name)] for name in free]
 
+    def estimate(self) -> PlannedMatch:
+        """What it takes, by the time of a product: forwards, sums and solutions."""
+        free = {row.name for row in self.list_candidates()}
+        tokens = sum(map(count_tokens, self.participants))
+        operations = 0
+        largest = 0
+        widest = 0
+        width = 0  # of the hidden states
+        for segment in self.network.segments:
+            names = map(self.names.find_tensor, segment.matrices)
+            sizes = [self.rows[name].base.shape for name in names if name in free]
+            width = width or min((min(shape) for shape in sizes), default=0)
+            entries = sum(rows * columns for rows, columns in sizes)
+            largest = max(largest, entries)
+            operations += FORWARDS * 2 * entries * tokens
+            for side in {columns for _, columns in sizes}:
+                operations += 2 * side**2 * tokens + side**3 // 3
+                widest = max(widest, side)
+        hidden = 2 * tokens * width
+        held = (len(self.participants) + 2) * largest + 2 * largest + 2 * widest**2 + hidden
+        rate = MatrixEngine(self.config.engine).measure_rate(self.plan.threads)
+        return PlannedMatch(
+            matrices=len(free),
+            examples=sum(len(e.entries) for m in self.inputs if (e := m.parts[0].examples)),
+            tokens=tokens,
+            memory=LIBRARY_BYTES + 4 * held,
+            seconds=operations / rate,
+        )
+
     def run(self) -> Made:
         outputs = [name for row in self.list_candidates() for name in row.outputs]
         if not outputs:
@@ -380,6 +414,11 @@ def check_order(order: Order) -> None:
             f"adapter_rank {rank} is found from the models' changes, and matching changes them",
             "give the rank as a number, like --adapter-rank 32",
         )
+
+
+def estimate(plan: FilePlan, inputs: Sequence[Checkpoint]) -> PlannedMatch:
+    with Interrupts() as interrupts:
+        return FileMatch(Order(plan, inputs, interrupts)).estimate()
 
 
 def run(order: Order) -> Made:

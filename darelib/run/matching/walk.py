@@ -357,8 +357,8 @@ class Walk:
                 }
                 if share:
                     [name] = stage
-                    off = flatten(first_tensor(theirs)) - flatten(first_tensor(ours))
-                    missing[name] = off[keep] / share
+                    targets[name] = flatten(first_tensor(theirs))[keep] / share
+                    missing[name] = targets[name] - flatten(first_tensor(ours))[keep] / share
                 if sums is None:
                     sizes = {name: each.shape[1] for name, each in targets.items()}
                     sums = Sums(inputs.shape[1], sizes, self.network.device)

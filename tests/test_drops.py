@@ -208,7 +208,7 @@ def make_tensors(
     return base, models
 
 
-@pytest.mark.parametrize("kind", ["random", "ties", "equal"])
+@pytest.mark.parametrize("kind", ["random", slow("ties"), slow("equal")])
 @pytest.mark.parametrize(
     ("engine", "dtypes"),
     [

@@ -263,7 +263,7 @@ def launch_slowly(folder: Path, seconds: float, *flags: str) -> tuple[subprocess
 
 
 @POSIX
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("sent", [signal.SIGINT, slow(signal.SIGTERM)])
 def test_a_signal_stops_between_the_pieces_of_a_product(
     tmp_path: Path, sent: signal.Signals
 ) -> None:
@@ -278,6 +278,7 @@ def test_a_signal_stops_between_the_pieces_of_a_product(
 
 
 @POSIX
+@pytest.mark.slow
 def test_a_second_signal_waits_for_nothing_and_what_is_left_is_no_obstacle(tmp_path: Path) -> None:
     process, out = launch_slowly(tmp_path, 600.0)
     wait_for(lambda: out.parent.exists())

@@ -233,6 +233,7 @@ def pack(models: Models, tmp_path: Path) -> Merge:
     return run
 
 
+@pytest.mark.slow
 def test_kernels_are_compiled_once_and_damaged_ones_again(stored: Path, pack: Merge) -> None:
     pack(stored)
     [kernel] = stored.iterdir()

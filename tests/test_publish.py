@@ -91,7 +91,7 @@ def count_open_files() -> int:
 
 
 ALWAYS = [
-    *(("file", call, False) for call in ("open", "pwrite", "rename")),
+    *(("file", call, False) for call in ("pwrite", "rename")),
     *(("directory", "rmdir", False), ("directory", "rename", True)),
 ]
 CASES = itertools.product(("file", "directory"), CALLS, (False, True))
@@ -242,7 +242,7 @@ def dies_at(number: int, scene: Scene, flags: list[str], exchange: bool, backgro
 @pytest.mark.parametrize(
     ("kind", "exchange", "background"),
     [
-        ("file", True, False),
+        slow("file", True, False),
         slow("file", True, True),
         slow("directory", True, False),
         slow("directory", False, False),
@@ -347,7 +347,7 @@ def test_a_signal_that_comes_when_the_model_is_published_stops_nothing(
 
 
 @POSIX
-@pytest.mark.parametrize("sent", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("sent", ["SIGINT", slow("SIGTERM")])
 def test_a_signal_that_comes_when_the_process_ends_does_not_change_its_status(
     tmp_path: Path, sent: str
 ) -> None:

@@ -257,6 +257,7 @@ def test_a_kept_model_is_replaced_by_none_of_other_settings(tmp_path: Path) -> N
 
 
 @POSIX
+@pytest.mark.slow
 def test_what_a_killed_sweep_left_is_removed_by_the_next_and_nothing_else_is(
     tmp_path: Path,
 ) -> None:

@@ -63,6 +63,7 @@ STORED_TYPES: Final = {stored: getattr(torch, name) for name, stored in DTYPES.i
 # What a matrix takes besides its sums, in forwards; what torch and transformers take, as measured.
 FORWARDS: Final = 7
 LIBRARY_BYTES: Final = 700_000_000
+PREDICTING: Final = ("ForCausalLM", "LMHeadModel")  # the next token, so that answers can be judged
 FEW: Final = 16  # examples, below which a merge is hardly better matched
 JUDGED: Final = 2  # batches of each model's examples on which the base is judged, too
 
@@ -196,6 +197,7 @@ class FileMatch:
                 own._buffers[name] = None if buffer is None else buffer.to(device)
         self.names = Names(module, {name: info.shape for name, info in base.tensors.items()})
         self.network = Network(module, device)
+        self.predicts = type(module).__name__.endswith(PREDICTING)
         self.rows = {tensor.name: tensor for tensor in self.plan.tensors}
         self.tied = find_tied(module)
         self.participants, self.watchers = self._read_examples()
@@ -213,6 +215,8 @@ class FileMatch:
             rows = self.plan.embedding_rows
             tokens = Reader([model.folder, base.folder], model.name, rows).read(examples)
             streams = make_streams(tokens, count_batch(self.network.device))
+            if not self.predicts:
+                streams = [Stream(stream.batch, stream.tokens) for stream in streams]
             participants.append(Participant(who, streams))
             if who != BASE:
                 some = [Stream(s.batch, s.tokens, s.answers) for s in streams[:JUDGED]]

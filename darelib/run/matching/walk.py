@@ -29,6 +29,7 @@ from darelib.core.text import DareError
 from darelib.plan.tensorplan import TensorPlan
 from darelib.run.matching.network import (
     START,
+    WHOLE,
     Load,
     Network,
     Segment,
@@ -117,6 +118,7 @@ class Stream:
     answers: Tensor | None = None  # which are judged: each as the next of the one before it
     own: Any = None
     merged: Any = None
+    following: Any = None  # what the model itself gives next, where that is known already
 
 
 @dataclass
@@ -270,7 +272,7 @@ class Walk:
         merged |= {name: each for name, each in self.solved_before.items() if not is_block}
         stages = self.find_stages(segment, merged, result)
         loaded = {}
-        if is_block and stages:  # of which each stage needs all
+        if stages and (is_block or segment.number == WHOLE):  # of which each stage needs all
             whose = [each.who for each in self.matching]
             taken = ((who, self.network.take(self.load, who, segment.parameters)) for who in whose)
             loaded = {who: put_aside(weights) for who, weights in taken}
@@ -336,6 +338,7 @@ class Walk:
     ) -> None:
         """Solve for matrices with one input. What the last stage repairs is the block's output."""
         share = self.find_share(segment, merged, stage) if is_last else 0.0
+        is_end = segment.number in (len(self.network.blocks), WHOLE)
         total: Sums | None = None
         for participant in self.matching:
             own = self.take(segment, participant.who, loaded)
@@ -364,6 +367,8 @@ class Walk:
                     sums = Sums(inputs.shape[1], sizes, self.network.device)
                     total = total or Sums(inputs.shape[1], sizes, self.network.device)
                 sums.add(inputs, targets, missing)
+                if is_last and not is_end:
+                    stream.following = put_aside(theirs)
             if sums and total:
                 total.include(sums, self.ridge)
         if total:
@@ -417,7 +422,7 @@ class Walk:
         self, segment: Segment, merged: dict[str, Tensor], loaded: dict[int, dict[str, Tensor]]
     ) -> None:
         """Let all examples pass through a segment."""
-        is_end = segment.number in (len(self.network.blocks), -2)
+        is_end = segment.number in (len(self.network.blocks), WHOLE)
         last = START
         own: dict[str, Tensor] = {}
         for participant in sorted(self.participants, key=lambda each: each.who):
@@ -425,7 +430,10 @@ class Walk:
                 own = self.take(segment, participant.who, loaded)
                 last = participant.who
             for stream in participant.streams:
-                given = self.call(segment, own, stream.batch, stream.own)
+                given = stream.following
+                stream.following = None
+                if given is None:
+                    given = self.call(segment, own, stream.batch, stream.own)
                 made = given
                 if not participant.watches:
                     made = self.call(segment, merged, stream.batch, stream.merged)

@@ -38,8 +38,9 @@ def without_values() -> Iterator[None]:
     register = nn.Module.register_parameter
 
     def register_empty(module: nn.Module, name: str, given: nn.Parameter | None) -> None:
-        empty = given if given is None else nn.Parameter(given.to("meta"), given.requires_grad)
-        register(module, name, empty)
+        if given is not None and not given.is_meta:  # else it is one that others have, too: tied
+            given = nn.Parameter(given.to("meta"), given.requires_grad)
+        register(module, name, given)
 
     setattr(nn.Module, "register_parameter", register_empty)  # noqa: B010
     try:

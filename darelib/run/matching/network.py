@@ -43,6 +43,7 @@ class Segment:
     number: int  # of a block
     parameters: list[str]
     matrices: dict[str, nn.Module] = field(hash=False)  # by the names of their weights
+    others: list[str]  # that are multiplied by, too, in ways of their own: experts, convolutions
 
 
 def is_matrix(module: nn.Module) -> bool:
@@ -169,13 +170,20 @@ class Network:
         return [before, *inside, after]
 
     def _make_segment(self, name: str, number: int, parameters: list[str]) -> Segment:
-        weights = {f"{path}.weight": module for path, module in self.model.named_modules()}
-        matrices = {
-            each: weights[each]
-            for each in parameters
-            if each in weights and is_matrix(weights[each])
+        owners = {
+            f"{path}.{own}" if path else own: (module, each)
+            for path, module in self.model.named_modules()
+            for own, each in module.named_parameters(recurse=False)
         }
-        return Segment(name, number, parameters, matrices)
+        matrices: dict[str, nn.Module] = {}
+        others: list[str] = []
+        for each in parameters:
+            module, weight = owners.get(each, (None, None))
+            if module is not None and is_matrix(module) and each.endswith(".weight"):
+                matrices[each] = module
+            elif weight is not None and weight.dim() > 1 and not isinstance(module, nn.Embedding):
+                others.append(each)
+        return Segment(name, number, parameters, matrices, others)
 
     @contextmanager
     def opened(self) -> Iterator[None]:

@@ -43,6 +43,7 @@ NO_INPUT: Final = "nothing came into them"
 OFTEN: Final = "used more than once"
 ELSEWHERE: Final = "not every token came into them"
 NOT_FINITE: Final = "no finite solution"
+OTHERS: Final = "no plain matrices"
 EXCLUDED: Final = "excluded by a rule"
 MANY: Final = "made of several tensors"
 TIED: Final = "tied to another"
@@ -292,6 +293,7 @@ class Walk:
         """The matrices that are given one and the same input, in the order of their calls."""
         calls: list[tuple[str, Tensor]] = []
         wanted = {}
+        result.left |= dict.fromkeys(segment.others, OTHERS)
         for name, module in segment.matrices.items():
             if name in self.solved_before:
                 continue

@@ -179,7 +179,7 @@ class Network:
         others: list[str] = []
         for each in parameters:
             module, weight = owners.get(each, (None, None))
-            if module is not None and is_matrix(module) and each.endswith(".weight"):
+            if module is not None and is_matrix(module) and each.rpartition(".")[2] == "weight":
                 matrices[each] = module
             elif weight is not None and weight.dim() > 1 and not isinstance(module, nn.Embedding):
                 others.append(each)

@@ -49,6 +49,7 @@ MANY: Final = "made of several tensors"
 TIED: Final = "tied to another"
 NOT_MERGED: Final = "not merged"
 RIDGE: Final = 0.05
+LEAST_RIDGE: Final = 1e-5  # below, sums in float32 have no more digits
 SMALLEST: Final = 1e-30  # of what comes in
 NUDGE: Final = 1e-2  # by which it is tried whether a block adds what its last matrix gives
 ADDED: Final = 1e-3  # how exactly
@@ -183,7 +184,7 @@ class Sums:
         if size < SMALLEST:
             return
         width = len(self.gram)
-        self.ridge += min(1.0, ridge * width / model.tokens)
+        self.ridge += min(1.0, max(LEAST_RIDGE, ridge * width / model.tokens))
         self.gram.add_(model.gram, alpha=1 / size)
         for name, each in model.cross.items():
             self.cross[name].add_(each, alpha=1 / size)
@@ -199,6 +200,8 @@ class Sums:
         factor, failed = torch.linalg.cholesky_ex(system)
         if failed and system.is_cuda:
             factor, failed = torch.linalg.cholesky_ex(system.double())
+        if failed:
+            factor = torch.full_like(factor, torch.nan)
         return {
             name: torch.cholesky_solve(each.T.to(factor.dtype), factor).T.float()
             for name, each in self.cross.items()

@@ -184,7 +184,8 @@ class Sums:
         if size < SMALLEST:
             return
         width = len(self.gram)
-        self.ridge += min(1.0, max(LEAST_RIDGE, ridge * width / model.tokens))
+        most = max(1.0, ridge)  # a large one is wanted
+        self.ridge += min(most, max(LEAST_RIDGE, ridge * width / model.tokens))
         self.gram.add_(model.gram, alpha=1 / size)
         for name, each in model.cross.items():
             self.cross[name].add_(each, alpha=1 / size)

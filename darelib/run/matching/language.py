@@ -70,9 +70,10 @@ def make_module(folder: Path, name: str) -> Any:
         config.use_cache = False
         with without_values(), torch.random.fork_rng(devices=[]):
             module: Any = kind(config)
-    except FAILURES as error:
+    except Exception as error:  # whatever a wrong configuration leads to
+        reason = " ".join(str(error).split())
         raise DareError(
-            f"transformers cannot make the module of {name!r}: {error}",
+            f"transformers cannot make the module of {name!r}: {reason}",
             "check its config.json, or merge without examples",
         ) from None
     return module.float()

@@ -231,10 +231,12 @@ class Network:
         if 0 <= segment.number < len(self.blocks):
             arguments = self._find_arguments(segment.number, batch, known)
             return self._run_block(segment.number, weights, arguments)
+        # The whole module is called, and may look at what it does not need here.
+        weights = self.make_empty() | dict(weights)
         if segment.number == BEFORE:
             return find_tensors(self.reach(0, batch, None, weights))[self._places[0]]
         self._at, self._known = segment.number, known
-        return functional_call(self.model, dict(weights), *split_batch(move(batch, self.device)))
+        return functional_call(self.model, weights, *split_batch(move(batch, self.device)))
 
     def _find_arguments(self, k: int, batch: Any, known: Any) -> Any:
         if k not in self._places:
@@ -251,8 +253,8 @@ class Network:
         return pytree.tree_unflatten(leaves, shape)
 
     def make_empty(self) -> dict[str, Tensor]:
-        """Zeros in place of all weights outside the blocks: nothing that a block takes from there
-        depends on them, and they take no memory.
+        """Zeros in place of all weights outside the blocks, where nothing that is wanted depends on
+        them: they take no memory.
         """
         own = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         zero = torch.zeros((), device=self.device)

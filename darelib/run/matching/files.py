@@ -78,8 +78,15 @@ class Inputs:
         self.interrupts = interrupts
         # What was counted of the start, by tensor and the start of each job.
         self.found: dict[str, dict[int, dict[int, Tally]]] = {}
-        fitting = replace(DareConfig(), mismatch=config.mismatch, any_base=True, dtype="float32")
-        alone = replace(fitting, drop_rate=0.0, components=config.components)
+        alone = DareConfig(
+            drop_rate=0.0,
+            mismatch=config.mismatch,
+            components=config.components,
+            any_base=True,
+            dtype="float32",
+            threads=config.threads,
+            engine=config.engine,
+        )
         base, *models = inputs
         self._plans: dict[int, tuple[MergePlan, Sequence[Checkpoint]]] = {
             START: (plan_merge(start_from(config), inputs), inputs),
@@ -287,8 +294,7 @@ class FileMatch:
         outcomes: list[Outcome] = []
         done: set[str] = set()
         with self.network.opened(), explain_memory():
-            batch = self.participants[0].streams[0].batch
-            self.network.choose_way(self.load, {name: each[:1] for name, each in batch.items()})
+            self._try()
             walk = Walk(
                 self.network,
                 self.load,
@@ -315,6 +321,17 @@ class FileMatch:
         report = self._report(results)
         warnings = (*plan.warnings, *self._compare_losses())
         return replace(plan, matching=report, warnings=warnings), outcomes
+
+    def _try(self) -> None:
+        """Call the module with one example, to see how it can be walked."""
+        batch = self.participants[0].streams[0].batch
+        try:
+            self.network.choose_way(self.load, {name: each[:1] for name, each in batch.items()})
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise DareError(
+                f"{self.inputs[0].name!r} cannot be called with tokens alone: {error}",
+                "merge without examples; in Python, dare_match takes any module",
+            ) from None
 
     def _write(self, result: Matched, output: Output) -> list[Outcome]:
         """Write what was solved of a segment, and note its digests."""
@@ -353,10 +370,10 @@ class FileMatch:
                 )
 
     def _report(self, results: Sequence[Matched]) -> MatchReport:
-        left: dict[str, list[str]] = {}
+        left: dict[str, dict[str, None]] = {}  # names, each once
         for result in results:
             for name, why in result.left.items():
-                left.setdefault(why, []).append(name)
+                left.setdefault(why, {})[name] = None
         done = {name for result in results for name in result.solved}
         blocks = [
             BlockMatch(

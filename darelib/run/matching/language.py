@@ -38,8 +38,9 @@ def without_values() -> Iterator[None]:
     register = nn.Module.register_parameter
 
     def register_empty(module: nn.Module, name: str, given: nn.Parameter | None) -> None:
-        empty = given if given is None else nn.Parameter(given.to("meta"), given.requires_grad)
-        register(module, name, empty)
+        if given is not None and not given.is_meta:  # else it is one that others have, too: tied
+            given = nn.Parameter(given.to("meta"), given.requires_grad)
+        register(module, name, given)
 
     setattr(nn.Module, "register_parameter", register_empty)  # noqa: B010
     try:
@@ -69,9 +70,10 @@ def make_module(folder: Path, name: str) -> Any:
         config.use_cache = False
         with without_values(), torch.random.fork_rng(devices=[]):
             module: Any = kind(config)
-    except FAILURES as error:
+    except Exception as error:  # whatever a wrong configuration leads to
+        reason = " ".join(str(error).split())
         raise DareError(
-            f"transformers cannot make the module of {name!r}: {error}",
+            f"transformers cannot make the module of {name!r}: {reason}",
             "check its config.json, or merge without examples",
         ) from None
     return module.float()

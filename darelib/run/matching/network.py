@@ -43,6 +43,7 @@ class Segment:
     number: int  # of a block
     parameters: list[str]
     matrices: dict[str, nn.Module] = field(hash=False)  # by the names of their weights
+    others: list[str]  # that are multiplied by, too, in ways of their own: experts, convolutions
 
 
 def is_matrix(module: nn.Module) -> bool:
@@ -169,13 +170,20 @@ class Network:
         return [before, *inside, after]
 
     def _make_segment(self, name: str, number: int, parameters: list[str]) -> Segment:
-        weights = {f"{path}.weight": module for path, module in self.model.named_modules()}
-        matrices = {
-            each: weights[each]
-            for each in parameters
-            if each in weights and is_matrix(weights[each])
+        owners = {
+            f"{path}.{own}" if path else own: (module, each)
+            for path, module in self.model.named_modules()
+            for own, each in module.named_parameters(recurse=False)
         }
-        return Segment(name, number, parameters, matrices)
+        matrices: dict[str, nn.Module] = {}
+        others: list[str] = []
+        for each in parameters:
+            module, weight = owners.get(each, (None, None))
+            if module is not None and is_matrix(module) and each.rpartition(".")[2] == "weight":
+                matrices[each] = module
+            elif weight is not None and weight.dim() > 1 and not isinstance(module, nn.Embedding):
+                others.append(each)
+        return Segment(name, number, parameters, matrices, others)
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -223,10 +231,12 @@ class Network:
         if 0 <= segment.number < len(self.blocks):
             arguments = self._find_arguments(segment.number, batch, known)
             return self._run_block(segment.number, weights, arguments)
+        # The whole module is called, and may look at what it does not need here.
+        weights = self.make_empty() | dict(weights)
         if segment.number == BEFORE:
             return find_tensors(self.reach(0, batch, None, weights))[self._places[0]]
         self._at, self._known = segment.number, known
-        return functional_call(self.model, dict(weights), *split_batch(move(batch, self.device)))
+        return functional_call(self.model, weights, *split_batch(move(batch, self.device)))
 
     def _find_arguments(self, k: int, batch: Any, known: Any) -> Any:
         if k not in self._places:
@@ -243,8 +253,8 @@ class Network:
         return pytree.tree_unflatten(leaves, shape)
 
     def make_empty(self) -> dict[str, Tensor]:
-        """Zeros in place of all weights outside the blocks: nothing that a block takes from there
-        depends on them, and they take no memory.
+        """Zeros in place of all weights outside the blocks, where nothing that is wanted depends on
+        them: they take no memory.
         """
         own = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         zero = torch.zeros((), device=self.device)

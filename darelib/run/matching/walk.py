@@ -44,11 +44,13 @@ NO_INPUT: Final = "nothing came into them"
 OFTEN: Final = "used more than once"
 ELSEWHERE: Final = "not every token came into them"
 NOT_FINITE: Final = "no finite solution"
+OTHERS: Final = "no plain matrices"
 EXCLUDED: Final = "excluded by a rule"
 MANY: Final = "made of several tensors"
 TIED: Final = "tied to another"
 NOT_MERGED: Final = "not merged"
 RIDGE: Final = 0.05
+LEAST_RIDGE: Final = 1e-5  # below, sums in float32 have no more digits
 SMALLEST: Final = 1e-30  # of what comes in
 NUDGE: Final = 1e-2  # by which it is tried whether a block adds what its last matrix gives
 ADDED: Final = 1e-3  # how exactly
@@ -184,7 +186,8 @@ class Sums:
         if size < SMALLEST:
             return
         width = len(self.gram)
-        self.ridge += min(1.0, ridge * width / model.tokens)
+        most = max(1.0, ridge)  # a large one is wanted
+        self.ridge += min(most, max(LEAST_RIDGE, ridge * width / model.tokens))
         self.gram.add_(model.gram, alpha=1 / size)
         for name, each in model.cross.items():
             self.cross[name].add_(each, alpha=1 / size)
@@ -200,6 +203,8 @@ class Sums:
         factor, failed = torch.linalg.cholesky_ex(system)
         if failed and system.is_cuda:
             factor, failed = torch.linalg.cholesky_ex(system.double())
+        if failed:
+            factor = torch.full_like(factor, torch.nan)
         return {
             name: torch.cholesky_solve(each.T.to(factor.dtype), factor).T.float()
             for name, each in self.cross.items()
@@ -294,6 +299,7 @@ class Walk:
         """The matrices that are given one and the same input, in the order of their calls."""
         calls: list[tuple[str, Tensor]] = []
         wanted = {}
+        result.left |= dict.fromkeys(segment.others, OTHERS)
         for name, module in segment.matrices.items():
             if name in self.solved_before:
                 continue

@@ -566,9 +566,9 @@ CASES: dict[str, Callable[..., Any]] = {
     },
     **{f"analysis: {t}": partial(report_analysis, f"{t} {t} {t} {t}") for t in ("bf16", "fp32")},
 }
-# Every combination of types is a kernel to compile, so the rare ones are usually merged by plain
-# NumPy.
-RARE = re.compile(r"fp\d\d|mixed|types|lora|analysis")
+# Every kind of look and combination of types is a kernel to compile, so the rare ones are usually
+# merged by plain NumPy.
+RARE = re.compile(r"fp\d\d|mixed|types|lora|analysis|file: (large )?slerp|keep|overlap")
 USUAL = {name: "plain" if RARE.search(name) else "numba" for name in CASES}
 OTHER = {
     name: "numba" if RARE.search(name) else "plain"

@@ -412,7 +412,7 @@ def test_without_transformers_the_command_says_what_to_install(
         monkeypatch.delitem(sys.modules, f"darelib.run.matching.{name}", raising=False)
         monkeypatch.delattr(matching, name, raising=False)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    refused(1, ("transformers is missing", "pip install"), *llama.flags, "-o", tmp_path / "out",
+    refused(1, ("transformers is missing", "install it"), *llama.flags, "-o", tmp_path / "out",
             "--examples", *llama.examples)  # fmt: skip
 
 

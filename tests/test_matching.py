@@ -376,3 +376,34 @@ def test_batches_and_states_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         match(TOWER, states, batches)
+
+
+# --- modules as people write them -----------------------------------------------------------------
+
+
+class InPlace(Block):
+    def forward(self, x: Tensor, more: Tensor | float = 0.0) -> Tensor:
+        x += self.share * self.down(self.up(self.norm(x)).tanh_())
+        return x
+
+
+def test_what_a_module_changes_in_place_makes_no_difference() -> None:
+    tower = Tower()
+    tower.blocks = nn.Sequential(InPlace(1.0), InPlace(1.0))
+    assert is_near(match(tower, STATES, BATCHES), match(TOWER, STATES, BATCHES), 1e-5)
+
+
+def test_a_module_is_left_as_it_was() -> None:
+    tower = Tower()
+    tower.head.eval()
+    own = tower.blocks[0].forward
+    tower.blocks[0].forward = lambda x: own(x)  # as other tools do
+    before = tower.blocks[0].forward
+    match(tower, STATES, BATCHES)
+    broken = [[torch.full_like(x, torch.nan)[:, :, :3] for x in some] for some in BATCHES]
+    with pytest.raises(RuntimeError):
+        match(tower, STATES, broken)
+    assert tower.blocks[0].forward is before
+    assert tower.training
+    assert not tower.head.training
+    assert not any(each._forward_hooks or each._forward_pre_hooks for each in tower.modules())

@@ -389,13 +389,15 @@ class FileMatch:
         before = sum(result.before for result in results)
         after = sum(result.after for result in results)
         losses: dict[str, dict[str, float]] = {}
+        factors = {row.settings.lambda_coeff for row in self.rows.values() if row.finetuned}
+        is_walked = factors == {1.0} and self.config.adapter_rank is None  # what is written
         for k, participant in enumerate(self.participants):
             if participant.who == BASE:
                 continue
             found = {
-                "base": self.watchers[k].mean_loss("own"),
-                "own": participant.mean_loss("own"),
-                "merged": participant.mean_loss("merged"),
+                "base": self.watchers[k].mean_loss("own", JUDGED),
+                "own": participant.mean_loss("own", JUDGED),
+                "merged": participant.mean_loss("merged", JUDGED) if is_walked else None,
             }
             known = {whose: loss for whose, loss in found.items() if loss is not None}
             losses |= {self.plan.models[participant.who]: known} if known else {}
@@ -419,6 +421,11 @@ def count_tokens(participant: Participant) -> int:
 
 def check_order(order: Order) -> None:
     """Refuse what a matched merge cannot be."""
+    if order.inputs[0].heights[1]:
+        raise ConfigError(
+            "examples are read by the models' own tokenizers, and the output has other token ids",
+            "leave --tokenizer and --pad-vocabulary out",
+        )
     if order.part:
         raise ConfigError(
             "--part divides a merge by files, and matching goes through the model in its order",

@@ -66,7 +66,8 @@ def find_blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
         known = all(type(block).__name__ in kinds for block in blocks)
         called = not any(isinstance(block, nn.ModuleList | nn.ModuleDict) for block in blocks)
         full = all(sum(map(is_matrix, block.modules())) > 1 for block in blocks)
-        if called and (known or full) and len(blocks) > max(1, len(found[1])):
+        apart = len({*blocks}) == len(blocks)
+        if apart and called and (known or full) and len(blocks) > max(1, len(found[1])):
             found = name, blocks
     return found
 
@@ -83,6 +84,10 @@ def move(tree: Any, device: torch.device) -> Any:
         return each.to(device, non_blocking=True) if isinstance(each, Tensor) else each
 
     return pytree.tree_map(move_one, tree)
+
+
+def copy_tensors(tree: Any) -> Any:
+    return pytree.tree_map(lambda each: each.clone() if isinstance(each, Tensor) else each, tree)
 
 
 def put_aside(tree: Any) -> Any:
@@ -133,6 +138,10 @@ def find_tensors(tree: Any) -> list[Tensor]:
     return [each for each in pytree.tree_leaves(tree) if isinstance(each, Tensor)]
 
 
+def is_constant(each: Any) -> bool:
+    return each is None or isinstance(each, Tensor | bool | int | float | str | torch.dtype)
+
+
 def first_tensor(tree: Any) -> Tensor:
     return find_tensors(tree)[0]
 
@@ -153,6 +162,7 @@ class Network:
         self._places: dict[int, int] = {}
         # The arguments of one block, by batch: all but the hidden states stay the same.
         self._cached: tuple[int, dict[int, Any]] = WHOLE, {}
+        self._changing: set[int] = set()  # blocks that are given what calls may change: caches
         self._at = WHOLE  # the block at which to stop
         self._known: Any = None  # what the last block that is done gave
         self._watch: Callable[[int, Any], Any] | None = None  # what runs blocks, where all are run
@@ -188,8 +198,9 @@ class Network:
     @contextmanager
     def opened(self) -> Iterator[None]:
         """While blocks are replaced, nothing is trained and no gradient kept."""
-        was_training = self.model.training
+        modes = {module: module.training for module in self.model.modules()}
         replaced = list(self.blocks)
+        kept = [block.__dict__.get("forward") for block in replaced]
         self._forwards = [block.forward for block in replaced]
         for k, block in enumerate(replaced):
             block.forward = partial(self._enter, k)
@@ -198,9 +209,12 @@ class Network:
                 self.model.eval()
                 yield
         finally:
-            for block in replaced:
+            for block, forward in zip(replaced, kept, strict=True):
                 del block.forward
-            self.model.train(was_training)
+                if forward is not None:
+                    block.forward = forward
+            for module, mode in modes.items():
+                module.training = mode
 
     def join(self) -> None:
         """From now on, it is one segment."""
@@ -235,22 +249,24 @@ class Network:
         weights = self.make_empty() | dict(weights)
         if segment.number == BEFORE:
             return find_tensors(self.reach(0, batch, None, weights))[self._places[0]]
-        self._at, self._known = segment.number, known
+        self._at, self._known = segment.number, copy_tensors(known)
         return functional_call(self.model, weights, *split_batch(move(batch, self.device)))
 
     def _find_arguments(self, k: int, batch: Any, known: Any) -> Any:
         if k not in self._places:
-            return self.reach(k, batch, known, self.make_empty())
-        if self._cached[0] != k:
+            return self.reach(k, batch, copy_tensors(known), self.make_empty())
+        if self._cached[0] != k or k in self._changing:
             self._cached = k, {}
         kept = self._cached[1]
         if id(batch) not in kept:
             leaves, shape = pytree.tree_flatten(self.reach(k, batch, known, self.make_empty()))
             tensors = [place for place, each in enumerate(leaves) if isinstance(each, Tensor)]
+            leaves[tensors[self._places[k]]] = None
             kept[id(batch)] = leaves, shape, tensors[self._places[k]]
         leaves, shape, place = kept[id(batch)]
-        leaves[place] = first_tensor(known)
-        return pytree.tree_unflatten(leaves, shape)
+        # A copy: a block may add to what it is given, in place.
+        own = [*leaves[:place], first_tensor(known).clone(), *leaves[place + 1 :]]
+        return pytree.tree_unflatten(own, shape)
 
     def make_empty(self) -> dict[str, Tensor]:
         """Zeros in place of all weights outside the blocks, where nothing that is wanted depends on
@@ -283,10 +299,15 @@ class Network:
         then as the walk would, with what its blocks gave.
         """
         calls: list[tuple[int, Any, Any]] = []
+        inside = [each for block in self.blocks for each in block.parameters()]
+        if len({*map(id, inside)}) < len(inside):
+            return "its blocks share weights"
 
         def watch(k: int, arguments: Any) -> Any:
             names = [name for name in self.names if name.startswith(self.prefixes[k])]
-            given = self._run_block(k, self.take(load, BASE, names), arguments)
+            given = self._run_block(k, self.take(load, BASE, names), copy_tensors(arguments))
+            if not all(map(is_constant, pytree.tree_leaves(arguments))):
+                self._changing.add(k)
             calls.append((k, arguments, given))
             return given
 
@@ -309,6 +330,8 @@ class Network:
                 self._before = find_needed(self.reach(0, batch, None, empty), empty)
                 self._after = find_needed(self.call(after, empty, batch, calls[-1][2]), empty)
             walked = self.call(after, weights, batch, calls[-1][2])
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:  # of a module that expects something else
             return f"it fails: {error}"
         finally:
@@ -339,7 +362,8 @@ class Network:
         )
         tensors = find_tensors(self.reach(k, batch, grown, self.make_empty()))
         depending = [place for place, each in enumerate(tensors) if each.requires_grad]
-        if len(depending) == 1 and tensors[depending[0]] is first_tensor(grown):
+        is_passed = len(depending) == 1 and tensors[depending[0]] is first_tensor(grown)
+        if is_passed and k not in self._changing:
             self._places[k] = depending[0]
 
     def take(self, load: Load, who: int, names: Sequence[str]) -> dict[str, Tensor]:

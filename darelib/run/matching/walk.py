@@ -15,6 +15,7 @@ left on the way.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -103,6 +104,11 @@ def explain_memory() -> Iterator[None]:
             "the GPU has too little memory to match the model",
             f"{hint}; CUDA_VISIBLE_DEVICES= uses the CPU",
         ) from None
+    except IndexError:
+        raise DareError(
+            "an example has more tokens, or others, than the model can be called with",
+            "give a smaller --max-tokens, or examples by the model's own tokenizer",
+        ) from None
     except MemoryError:
         raise DareError("there is too little memory to match the model", hint) from None
     except RuntimeError as error:
@@ -142,9 +148,9 @@ class Participant:
         loss = nn.functional.cross_entropy(logits, ids, reduction="sum")
         self.losses.setdefault(whose, []).append((float(loss), len(ids)))
 
-    def mean_loss(self, whose: str) -> float | None:
-        """None: nothing was judged."""
-        sums = self.losses.get(whose, [])
+    def mean_loss(self, whose: str, batches: int) -> float | None:
+        """Of the first batches. None: nothing was judged."""
+        sums = self.losses.get(whose, [])[:batches]
         count = sum(each for _, each in sums)
         return sum(loss for loss, _ in sums) / count if count else None
 
@@ -226,8 +232,10 @@ def seen(matrices: dict[str, nn.Module], stops: bool) -> Iterator[dict[str, tupl
     found: dict[str, tuple[Tensor, Tensor]] = {}
 
     def note(name: str, _: nn.Module, inputs: Any, output: Tensor) -> None:
-        found[name] = inputs[0], output
-        if stops and len(found) == len(matrices):
+        is_last = stops and len(found) == len(matrices) - (name not in found)
+        # A copy: what comes next may change it in place.
+        found[name] = inputs[0], output if is_last else output.clone()
+        if is_last:
             raise Enough
 
     hooks = [module.register_forward_hook(partial(note, name)) for name, module in matrices.items()]
@@ -315,11 +323,14 @@ class Walk:
             for name, module in wanted.items()
         ]
         stream = self.matching[0].streams[0]
-        self.call(segment, merged, stream.batch, stream.merged)
-        for hook in hooks:
-            hook.remove()
+        try:
+            self.call(segment, merged, stream.batch, stream.merged)
+        finally:
+            for hook in hooks:
+                hook.remove()
         names = [name for name, _ in calls]
-        rows = calls[0][1].shape[:-1].numel() if calls else 0
+        counts = Counter(inputs.shape[:-1].numel() for _, inputs in calls)
+        rows = counts.most_common(1)[0][0] if calls else 0
         stages: list[tuple[Tensor, dict[str, nn.Module]]] = []
         for name in wanted:
             if name not in names:
@@ -354,9 +365,8 @@ class Walk:
                     theirs = self.call(segment, own, stream.batch, stream.own)
                 with seen(stage, stops=not share) as given:
                     ours = self.call(segment, merged, stream.batch, stream.merged)
-                if {n: each[0].shape for n, each in wanted.items()} != {
-                    n: each[0].shape for n, each in given.items()
-                }:
+                shapes = [{n: each[0].shape for n, each in s.items()} for s in (wanted, given)]
+                if shapes[0] != shapes[1] or len(given) < len(stage):
                     result.left |= dict.fromkeys(stage, ELSEWHERE)
                     return
                 inputs, keep = self.choose(next(iter(given.values()))[0], stream.tokens)
@@ -414,8 +424,10 @@ class Walk:
             return output + pushed[0]
 
         hook = module.register_forward_hook(push)
-        moved = first_tensor(self.call(segment, merged, stream.batch, stream.merged)) - plain
-        hook.remove()
+        try:
+            moved = first_tensor(self.call(segment, merged, stream.batch, stream.merged)) - plain
+        finally:
+            hook.remove()
         nudge = pushed[0]
         if nudge.numel() != moved.numel():
             return 0.0

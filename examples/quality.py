@@ -31,7 +31,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from functools import partial
@@ -39,6 +39,7 @@ from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -92,7 +93,9 @@ WAYS: Final[dict[str, dict[str, Any]]] = {
     "task arithmetic + breadcrumbs": {"method": "linear", **BREADCRUMBS},
     "ram + breadcrumbs": {"method": "ram", **BREADCRUMBS},
     "wudi ridge 0.1": {"method": "wudi", "drop_rate": 0.0, "ridge": 0.1},
-    # Matched with so many examples of each skill; of tenths, nothing else is left of the models.
+}
+# Matched with so many examples of each skill; of tenths, nothing else is left of the models.
+MATCHED: Final[dict[str, dict[str, Any]]] = {
     **{
         f"{name}, matched with {count}": {"method": method, "drop_rate": 0.0, "examples": count}
         for (method, name), count in product(
@@ -100,14 +103,16 @@ WAYS: Final[dict[str, dict[str, Any]]] = {
         )
     },
     "tenths, matched with 512": {
-        "method": "linear", "drop_rate": 0.0, "examples": 512, "thinned": 0.9,
+        "method": "linear",
+        "drop_rate": 0.0,
+        "examples": 512,
+        "thinned": 0.9,
     },
-}  # fmt: skip
+}
 # For networks whose merges take long.
 FEW: Final = (
     *("task arithmetic", "ties", "ram", "model stock", "wudi", "wudi ridge 0.1"),
     *("task arithmetic + DARE 0.9", "wudi + DARE 0.5", "wudi + DARE 0.9"),
-    *(name for name in WAYS if "matched" in name),
 )
 FEW_LAMBDAS: Final = (0.4, 0.7, 1.0, 1.5, 2.0, 3.0)
 
@@ -170,7 +175,10 @@ class Settings(NamedTuple):
 QUICK: Final = Settings(
     units=(
         # Wide enough for eight skills merged by whole matrices.
-        Unit("digits", 512, 2, (200, 1e-3, 64), (400, 1e-3, 64), 4, FEW_LAMBDAS, ways=FEW),
+        Unit(
+            *("digits", 512, 2, (200, 1e-3, 64), (400, 1e-3, 64), 4, FEW_LAMBDAS),
+            ways=(*FEW, *MATCHED),
+        ),
         Unit("chars", 64, 2, (1500, 6e-3, 32), (400, 1.2e-3, 48), 2, FEW_LAMBDAS, (2, 3), ways=FEW),
     ),
     masks=1,
@@ -197,6 +205,9 @@ def lower_precision() -> torch.autocast:
 class Lab:
     """The models of one training, and the scores of their merges."""
 
+    # What is scored on validation and on test data, where that is matched with examples.
+    matched: Mapping[str, list[State]] = MappingProxyType({})
+
     def __init__(self, unit: Unit, training: int) -> None:
         self.unit = unit
         self.training = training
@@ -209,7 +220,6 @@ class Lab:
             self.base = {name: tensor.float() for name, tensor in self.base.items()}
         fit = self.fit_adapter if unit.rank else self.fit
         self.skills = self.family.skills[: unit.merged[-1]]
-        self.matched: dict[str, list[State]] = {}  # what is scored on validation and on test data
         self.experts = {}
         for number, skill in enumerate(self.skills, 1):
             self.model.load_state_dict(self.base)
@@ -330,8 +340,9 @@ class Lab:
 
 def list_ways(count: int, unit: Unit) -> dict[str, dict[str, Any]]:
     """All ways to merge so many models of a kind."""
+    every = WAYS | MATCHED
     return {
-        name: WAYS[name] for name in unit.ways if count == 2 or WAYS[name]["method"] not in PAIRS
+        name: every[name] for name in unit.ways if count == 2 or every[name]["method"] not in PAIRS
     }
 
 

@@ -61,10 +61,10 @@ def estimate_matching(plan: Any, inputs: Any) -> Any:
 
 def load_matching() -> ModuleType:
     try:
-        from darelib.run.matching import files
+        from darelib.run.matching import model_files
     except ModuleNotFoundError as error:
         raise DareError(
             f"a merge with examples needs torch and transformers, and {error.name} is missing",
             install_hint("match"),
         ) from None
-    return files
+    return model_files

@@ -93,14 +93,27 @@ def match_tensors(
         )
         for result in walk.run():
             solved |= result.solved
-    matched: dict[str, Tensor] = {}
-    for factor in {rows[name].settings.lambda_coeff for name in solved}:
-        own = [name for name in solved if rows[name].settings.lambda_coeff == factor]
-        last = DareConfig(drop_rate=0.0, lambda_coeff=factor, dtype=config.dtype, any_base=True)
-        changed = {name: solved[name].to(base[name].device) for name in own}
-        matched |= merge_tensors({name: base[name] for name in own}, [changed], last, warns=False)
+    factors = {name: rows[name].settings.lambda_coeff for name in solved}
+    # Before out is written, which may be the base.
+    matched = scale_changes(base, solved, factors, config.dtype)
     merged = merge_tensors(base, finetuned, config, out, warns=False)
     for name, each in matched.items():
         merged[name] = each if out is None else merged[name].copy_(each)
     LOG.info(f"matched {len(solved):,} matrices")
     return merged
+
+
+def scale_changes(
+    base: Mapping[str, Tensor],
+    solved: Mapping[str, Tensor],
+    factors: Mapping[str, float],
+    dtype: str | None,
+) -> dict[str, Tensor]:
+    """What is solved, with its change from the base multiplied by lambda."""
+    found: dict[str, Tensor] = {}
+    for factor in dict.fromkeys(factors.values()):
+        own = [name for name in solved if factors[name] == factor]
+        last = DareConfig(drop_rate=0.0, lambda_coeff=factor, dtype=dtype, any_base=True)
+        changed = {name: solved[name].to(base[name].device) for name in own}
+        found |= merge_tensors({name: base[name] for name in own}, [changed], last, warns=False)
+    return found

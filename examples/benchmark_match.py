@@ -49,7 +49,10 @@ SIZES = {
 EXAMPLES, LENGTH = 64, 512
 # The command, and the most memory that it had: what the system counts of a child has its parent's.
 COMMAND = """
-import re, sys, dare
+import os, re, sys, dare
+if share := os.environ.get("GPU_SHARE"):
+    import torch
+    torch.cuda.set_per_process_memory_fraction(float(share))
 status = dare.main(sys.argv[1:])
 peak = re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())
 torch = sys.modules.get("torch")
@@ -263,7 +266,9 @@ def write_models(size: str, folder: Path, layers: int | None) -> None:
                 file.write(json.dumps({"input_ids": ids}) + "\n")
 
 
-def measure_command(size: str, folder: Path, layers: int | None) -> dict[str, Any]:
+def measure_command(
+    size: str, folder: Path, layers: int | None, memory: float | None
+) -> dict[str, Any]:
     write_models(size, folder, layers)
     command = [sys.executable, "-c", COMMAND, "--base", "base", "--merge", "first", "second"]
     command += ["--drop-rate", "0", "--output", "merged", "--json"]
@@ -271,10 +276,13 @@ def measure_command(size: str, folder: Path, layers: int | None) -> dict[str, An
     home = str(Path(__file__).resolve().parent.parent)
     paths = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": paths}
-    for what, more in {
-        "merged": [],
-        "matched": ["--examples", "first.jsonl", "second.jsonl"],
-    }.items():
+    examples = ["--examples", "first.jsonl", "second.jsonl"]
+    if memory:
+        size = torch.cuda.get_device_properties(DEVICE).total_memory
+        environment["GPU_SHARE"] = str(memory * 1e9 / size)
+    if DEVICE.type == "cuda":
+        torch.cuda.empty_cache()
+    for what, more in {"merged": [], "matched": examples}.items():
         shutil.rmtree(folder / "merged", ignore_errors=True)
         started = time.perf_counter()
         done = subprocess.run(
@@ -285,7 +293,6 @@ def measure_command(size: str, folder: Path, layers: int | None) -> dict[str, An
         figures[f"{what}, s"] = round(time.perf_counter() - started, 1)
         *_, last = done.stderr.splitlines()
         figures[f"{what}, GB of memory and GPU"] = json.loads(last)
-    print(done.stderr[-2000:], file=sys.stderr)
     return figures | {
         "outputs off": [json.loads(done.stdout)["matching"][k] for k in ("before", "after")]
     }
@@ -297,6 +304,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="0.1", help="billions of parameters")
     parser.add_argument("--examples", type=int, default=64, help="of each model, for a block")
     parser.add_argument("--layers", type=int, help="fewer than the model has")
+    parser.add_argument("--gpu-memory", type=float, help="GB that the command may have")
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=Path("benchmark_match"), help="for files")
     options = parser.parse_args()
@@ -305,7 +313,8 @@ def main() -> None:
         print(json.dumps(measure_block(options.size, options.examples, options.times)))
         return
     try:
-        print(json.dumps(measure_command(options.size, options.folder, options.layers)))
+        found = measure_command(options.size, options.folder, options.layers, options.gpu_memory)
+        print(json.dumps(found))
     finally:
         shutil.rmtree(options.folder, ignore_errors=True)
 

@@ -18,6 +18,7 @@ import torch
 
 from dare import ConfigError, DareConfig, DareError, DareMerger
 from darelib.run import matching
+from darelib.run.matching.network import EMBEDDINGS, VECTORS
 from darelib.run.matching.walk import EXCLUDED, Sums, Walk
 from tests.scene import contents
 from tests.support import (
@@ -295,7 +296,11 @@ def test_a_rule_leaves_tensors_as_the_merge_without_examples_has_them(
     found, plain = tensors_in(tmp_path / "out"), tensors_in(llama.folder / "plain")
     changed = [name for name in found if not same_bits(found[name], plain[name])]
     assert sorted(changed) == [name for name in sorted(plain) if "_attn." in name]
-    assert {why: len(names) for why, names in report.matching.left.items()} == {EXCLUDED: 7}
+    assert {why: len(names) for why, names in report.matching.left.items()} == {
+        EXCLUDED: 7,
+        EMBEDDINGS: 1,
+        VECTORS: 5,
+    }
 
 
 # --- what is said ---------------------------------------------------------------------------------
@@ -307,7 +312,7 @@ def test_the_report_has_deviations_and_losses(made: tuple[Path, Any]) -> None:
     names = [block["name"] for block in table["blocks"]]
     assert names == ["model.layers.0", "model.layers.1", "after the blocks"]
     assert (table["examples"], table["tokens"]) == ([COUNT] * 2, [190] * 2)
-    for losses in table["losses"].values():
+    for losses in table["losses"]:
         assert losses["own"] < losses["merged"] < losses["base"]
     assert "matched 15 matrices with 40 examples (380 tokens): outputs were off" in str(report)
     assert str(report).count("loss on the answers of ") == 2

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import dare
-from dare import ConfigError, DareConfig
+from dare import ConfigError, DareConfig, DareError
 from tests.support import Tensors, assert_same, examples, family_model, finetune, same_bits
 
 Batches = list[list[Any]]
@@ -401,7 +401,7 @@ def test_a_module_is_left_as_it_was() -> None:
     before = tower.blocks[0].forward
     match(tower, STATES, BATCHES)
     broken = [[torch.full_like(x, torch.nan)[:, :, :3] for x in some] for some in BATCHES]
-    with pytest.raises(RuntimeError):
+    with pytest.raises(DareError, match="torch cannot match the model: .* cannot be multiplied"):
         match(tower, STATES, broken)
     assert tower.blocks[0].forward is before
     assert tower.training

@@ -25,28 +25,40 @@ class BlockMatch:
 
 
 @dataclass(frozen=True)
+class AnswerLoss:
+    """What is lost on the answers of a model's examples, or of some of them."""
+
+    model: str
+    base: float
+    own: float
+    merged: float | None  # None: what is written is not what was walked
+
+    def __str__(self) -> str:
+        words = f"base {self.base:.3f}, own {self.own:.3f}"
+        words += "" if self.merged is None else f", merged {self.merged:.3f}"
+        return f"loss on the answers of {printable(self.model)}: {words}"
+
+
+@dataclass(frozen=True)
 class MatchReport:
     """What matching did. Prints as lines."""
 
     blocks: tuple[BlockMatch, ...]
     before: float
     after: float
-    left: Mapping[str, tuple[str, ...]]  # matrices that stay as the method has them, by why
-    examples: tuple[int, ...]  # of each model, and of the base if it has some
-    tokens: tuple[int, ...]
-    # By model, on the answers of its examples; empty where there are none to judge.
-    losses: Mapping[str, Mapping[str, float]]
+    left: Mapping[str, tuple[str, ...]]  # tensors that stay as the method has them, by why
+    examples: tuple[int, ...] = ()  # of each model, and of the base if it has some
+    tokens: tuple[int, ...] = ()
+    losses: tuple[AnswerLoss, ...] = ()  # where there is something to judge
 
     def __str__(self) -> str:
         count = sum(block.matrices for block in self.blocks)
+        used = f" with {count_of(sum(self.examples), 'example')} ({sum(self.tokens):,} tokens)"
         lines = [
-            f"matched {count:,} matri{'x' if count == 1 else 'ces'} with "
-            f"{count_of(sum(self.examples), 'example')} ({sum(self.tokens):,} tokens): outputs "
-            f"were off by {self.before:.1%}, and are by {self.after:.1%}"
+            f"matched {count:,} matri{'x' if count == 1 else 'ces'}{used if self.examples else ''}:"
+            f" outputs were off by {self.before:.1%}, and are by {self.after:.1%}",
+            *map(str, self.losses),
         ]
-        for model, by in self.losses.items():
-            words = ", ".join(f"{whose} {loss:.3f}" for whose, loss in by.items())
-            lines.append(f"loss on the answers of {printable(model)}: {words}")
         for why, names in self.left.items():
             lines.append(
                 f"{count_of(len(names), 'tensor')} not matched ({why}): {list_names(names)}"

@@ -18,10 +18,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from darelib.core.text import DareError
+from darelib.core.text import LOG, DareError, count_of
 from darelib.models.directories import CONFIG_FILE
 from darelib.models.examples import Examples
 from darelib.models.tensorfile import read_json
+from darelib.run.matching.network import find_size
 from darelib.run.matching.walk import Stream
 
 # Of a batch, with its padding: on a CPU, and for each so many bytes of a GPU, which has to hold
@@ -192,6 +193,7 @@ class Reader:
 
     def read(self, examples: Examples) -> list[Tokens]:
         tokens = []
+        shortened = 0
         for k, entry in enumerate(examples.entries, 1):
             own = self._read_one(entry, f"example {k} of {examples.name!r}")
             if self.rows and max(own.ids, default=0) >= self.rows:
@@ -199,9 +201,16 @@ class Reader:
                     f"example {k} of {examples.name!r} has a token that the base has no row for",
                     "use the base's tokenizer, or leave the example out",
                 )
+            shortened += own.answered > 1 and len(own.ids) > examples.tokens
             cut = Tokens(own.ids[: examples.tokens], own.answered)
             if len(cut.ids) > 1:
                 tokens.append(cut)
+        if shortened:
+            LOG.warning(
+                f"the answers of {shortened:,} of {count_of(len(examples.entries), 'example')} of "
+                f"{examples.name!r} are not whole: they end after {examples.tokens:,} tokens; a "
+                "larger --max-tokens keeps more of them"
+            )
         if not tokens:
             raise DareError(f"no example of {examples.name!r} has two tokens", "give longer ones")
         return tokens
@@ -250,8 +259,7 @@ def count_batch(device: torch.device) -> int:
     """The tokens of a batch: more on a large GPU, which would wait for Python otherwise."""
     if device.type != "cuda":
         return BATCH_TOKENS
-    size = torch.cuda.get_device_properties(device).total_memory
-    return GPU_TOKENS * max(1, size // GPU_BYTES)
+    return GPU_TOKENS * max(1, find_size(device) // GPU_BYTES)
 
 
 def make_streams(tokens: Sequence[Tokens], most: int) -> list[Stream]:

@@ -30,11 +30,10 @@ from darelib.models.checkpoint import Checkpoint
 from darelib.models.encodings import PLAIN, TensorInfo
 from darelib.output.matched import (
     UNMATCHED,
-    BlockMatch,
+    AnswerLoss,
     MatchReport,
     PlannedMatch,
     digest_range,
-    find_ratio,
 )
 from darelib.output.prepare import FilePlan, is_share, record_matched
 from darelib.output.publish import Output
@@ -52,6 +51,7 @@ from darelib.run.matching.walk import (
     explain_unmatched,
     find_tied,
     start_from,
+    summarize,
 )
 from darelib.run.products import open_worker
 from darelib.run.rounds import run_rounds
@@ -226,7 +226,8 @@ class FileMatch:
                 streams = [Stream(stream.batch, stream.tokens) for stream in streams]
             participants.append(Participant(who, streams))
             if who != BASE:
-                some = [Stream(s.batch, s.tokens, s.answers) for s in streams[:JUDGED]]
+                some = [streams[k] for k in choose_judged(streams)]
+                some = [Stream(each.batch, each.tokens, each.answers) for each in some]
                 watchers.append(Participant(BASE, some, watches=True))
             if len(examples.entries) < FEW:
                 LOG.warning(
@@ -319,7 +320,7 @@ class FileMatch:
         for number, file in enumerate(plan.files):
             output.write_at(number, memoryview(file.header), 0)
         report = self._report(results)
-        warnings = (*plan.warnings, *self._compare_losses())
+        warnings = (*plan.warnings, *find_useless(report.losses))
         return replace(plan, matching=report, warnings=warnings), outcomes
 
     def _try(self) -> None:
@@ -327,6 +328,11 @@ class FileMatch:
         batch = self.participants[0].streams[0].batch
         try:
             self.network.choose_way(self.load, {name: each[:1] for name, each in batch.items()})
+        except IndexError:
+            raise DareError(
+                "an example has more tokens, or others, than the model can be called with",
+                "give a smaller --max-tokens, or examples by the model's own tokenizer",
+            ) from None
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise DareError(
                 f"{self.inputs[0].name!r} cannot be called with tokens alone: {error}",
@@ -357,61 +363,41 @@ class FileMatch:
                 self.digests[name] = digest_range(output.paths[info.file], place, info.nbytes)
         return outcomes
 
-    def _compare_losses(self) -> Iterator[str]:
-        for participant, watcher in zip(self.participants, self.watchers, strict=False):
-            own = sum(loss for loss, _ in participant.losses.get("own", [])[:JUDGED])
-            base = sum(loss for loss, _ in watcher.losses.get("own", []))
-            if base and own >= base:
-                name = self.plan.models[participant.who]
-                yield (
-                    f"{name} is no better than the base on the answers of its own examples, so "
-                    "matching teaches the merge nothing of it: are the files in another order than "
-                    "the models, or of another task?"
-                )
-
     def _report(self, results: Sequence[Matched]) -> MatchReport:
-        left: dict[str, dict[str, None]] = {}  # names, each once
-        for result in results:
-            for name, why in result.left.items():
-                left.setdefault(why, {})[name] = None
-        done = {name for result in results for name in result.solved}
-        blocks = [
-            BlockMatch(
-                name=result.name,
-                matrices=len(result.solved),
-                before=find_ratio(result.before, result.wanted),
-                after=find_ratio(result.after, result.wanted),
-            )
-            for result in results
-            if result.solved
-        ]
-        wanted = sum(result.wanted for result in results)
-        before = sum(result.before for result in results)
-        after = sum(result.after for result in results)
-        losses: dict[str, dict[str, float]] = {}
-        factors = {row.settings.lambda_coeff for row in self.rows.values() if row.finetuned}
-        is_walked = factors == {1.0} and self.config.adapter_rank is None  # what is written
-        for k, participant in enumerate(self.participants):
-            if participant.who == BASE:
-                continue
-            found = {
-                "base": self.watchers[k].mean_loss("own", JUDGED),
-                "own": participant.mean_loss("own", JUDGED),
-                "merged": participant.mean_loss("merged", JUDGED) if is_walked else None,
-            }
-            known = {whose: loss for whose, loss in found.items() if loss is not None}
-            losses |= {self.plan.models[participant.who]: known} if known else {}
         used = [model.parts[0].examples for model in (*self.inputs[1:], self.inputs[0])]
-        kept = {why: tuple(n for n in names if n not in done) for why, names in left.items()}
-        return MatchReport(
-            blocks=tuple(blocks),
-            before=find_ratio(before, wanted),
-            after=find_ratio(after, wanted),
-            left={why: names for why, names in kept.items() if names},
+        return replace(
+            summarize(results),
             examples=tuple(len(each.entries) for each in used if each),
             tokens=tuple(count_tokens(each) for each in self.participants),
-            losses=losses,
+            losses=tuple(self._find_losses()),
         )
+
+    def _find_losses(self) -> Iterator[AnswerLoss]:
+        factors = {row.settings.lambda_coeff for row in self.rows.values() if row.finetuned}
+        is_walked = factors == {1.0} and self.config.adapter_rank is None  # what is written
+        for participant, watcher in zip(self.participants, self.watchers, strict=False):
+            chosen = choose_judged(participant.streams)
+            base = watcher.mean_loss("own", range(len(chosen)))
+            own = participant.mean_loss("own", chosen)
+            merged = participant.mean_loss("merged", chosen)
+            if base is not None and own is not None:
+                name = self.plan.models[participant.who]
+                yield AnswerLoss(name, base, own, merged if is_walked else None)
+
+
+def choose_judged(streams: Sequence[Stream]) -> range:
+    """The batches on which the base is judged, too: long examples and short ones."""
+    return range(0, len(streams), -(-len(streams) // JUDGED))
+
+
+def find_useless(losses: Sequence[AnswerLoss]) -> Iterator[str]:
+    for loss in losses:
+        if loss.own >= loss.base:
+            yield (
+                f"{loss.model} is no better than the base on the answers of its own examples, so "
+                "matching teaches the merge nothing of it: are the files in another order than "
+                "the models, or of another task?"
+            )
 
 
 def count_tokens(participant: Participant) -> int:

@@ -25,6 +25,10 @@ Weights: TypeAlias = Mapping[str, Tensor]  # by the names that the module has fo
 # The weights of these names: of a model, by its number, or of START or BASE.
 Load: TypeAlias = Callable[[int, Sequence[str]], dict[str, Tensor]]
 START, BASE = -2, -1  # the merged model before it is matched; the base
+# Why a parameter is not matched.
+VECTORS = "norms and biases"
+EMBEDDINGS = "embeddings"
+OTHERS = "no plain matrices"
 WHOLE = -2  # the number of a segment that is all of the module
 BEFORE = -1  # of the one before the first block
 
@@ -43,7 +47,7 @@ class Segment:
     number: int  # of a block
     parameters: list[str]
     matrices: dict[str, nn.Module] = field(hash=False)  # by the names of their weights
-    others: list[str]  # that are multiplied by, too, in ways of their own: experts, convolutions
+    others: dict[str, str] = field(hash=False)  # all else, and why it is not matched
 
 
 def is_matrix(module: nn.Module) -> bool:
@@ -94,17 +98,25 @@ def put_aside(tree: Any) -> Any:
     """The same, to be used later: where a GPU is half full, in main memory."""
 
     def put_one(each: Any) -> Any:
-        if not isinstance(each, Tensor) or not each.is_cuda or has_room(each.device):
+        is_here = not isinstance(each, Tensor) or not each.is_cuda
+        if is_here or torch.cuda.memory_allocated(each.device) < find_size(each.device) // 2:
             return each
-        aside = torch.empty(each.shape, dtype=each.dtype, pin_memory=True)
-        return aside.copy_(each)
+        return bring(each)
 
     return pytree.tree_map(put_one, tree)
 
 
-def has_room(device: torch.device) -> bool:
-    held = torch.cuda.memory_allocated(device)
-    return held < torch.cuda.get_device_properties(device).total_memory // 2
+def bring(tensor: Tensor) -> Tensor:
+    """The same in main memory, which a GPU fills ten times as fast where it is pinned."""
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+
+
+def find_size(device: torch.device) -> int:
+    """The bytes of a GPU that this process may have."""
+    size = torch.cuda.get_device_properties(device).total_memory
+    return int(size * torch.cuda.get_per_process_memory_fraction())
 
 
 def find_needed(tree: Any, weights: Weights) -> list[str]:
@@ -138,6 +150,12 @@ def find_tensors(tree: Any) -> list[Tensor]:
     return [each for each in pytree.tree_leaves(tree) if isinstance(each, Tensor)]
 
 
+def find_depending(tree: Any) -> list[int]:
+    """The places of what has a gradient."""
+    leaves = enumerate(pytree.tree_leaves(tree))
+    return [place for place, each in leaves if isinstance(each, Tensor) and each.requires_grad]
+
+
 def is_constant(each: Any) -> bool:
     return each is None or isinstance(each, Tensor | bool | int | float | str | torch.dtype)
 
@@ -157,8 +175,8 @@ class Network:
         self.names = [*(name for name, _ in model.named_parameters()), *buffers]
         self.own = [name for name in self.names if not name.startswith(tuple(self.prefixes))]
         self._before = self._after = self.own  # what is needed there
-        # By block: the place of the hidden states among the tensors that it is given. A block that
-        # is not here has them otherwise than the one before it gave them, or what depends on them.
+        # By block: the place of the hidden states among what it is given. A block that is not here
+        # has them otherwise than the one before it gave them, or what depends on them.
         self._places: dict[int, int] = {}
         # The arguments of one block, by batch: all but the hidden states stay the same.
         self._cached: tuple[int, dict[int, Any]] = WHOLE, {}
@@ -186,13 +204,17 @@ class Network:
             for own, each in module.named_parameters(recurse=False)
         }
         matrices: dict[str, nn.Module] = {}
-        others: list[str] = []
+        others: dict[str, str] = {}
         for each in parameters:
             module, weight = owners.get(each, (None, None))
-            if module is not None and is_matrix(module) and each.rpartition(".")[2] == "weight":
+            if module is None or weight is None:
+                continue
+            if is_matrix(module) and each.rpartition(".")[2] == "weight":
                 matrices[each] = module
-            elif weight is not None and weight.dim() > 1 and not isinstance(module, nn.Embedding):
-                others.append(each)
+            elif weight.dim() < 2:
+                others[each] = VECTORS
+            else:
+                others[each] = EMBEDDINGS if isinstance(module, nn.Embedding) else OTHERS
         return Segment(name, number, parameters, matrices, others)
 
     @contextmanager
@@ -248,7 +270,7 @@ class Network:
         # The whole module is called, and may look at what it does not need here.
         weights = self.make_empty() | dict(weights)
         if segment.number == BEFORE:
-            return find_tensors(self.reach(0, batch, None, weights))[self._places[0]]
+            return pytree.tree_leaves(self.reach(0, batch, None, weights))[self._places[0]]
         self._at, self._known = segment.number, copy_tensors(known)
         return functional_call(self.model, weights, *split_batch(move(batch, self.device)))
 
@@ -260,12 +282,12 @@ class Network:
         kept = self._cached[1]
         if id(batch) not in kept:
             leaves, shape = pytree.tree_flatten(self.reach(k, batch, known, self.make_empty()))
-            tensors = [place for place, each in enumerate(leaves) if isinstance(each, Tensor)]
-            leaves[tensors[self._places[k]]] = None
-            kept[id(batch)] = leaves, shape, tensors[self._places[k]]
-        leaves, shape, place = kept[id(batch)]
+            leaves[self._places[k]] = None
+            kept[id(batch)] = leaves, shape
+        leaves, shape = kept[id(batch)]
+        own = [*leaves]
         # A copy: a block may add to what it is given, in place.
-        own = [*leaves[:place], first_tensor(known).clone(), *leaves[place + 1 :]]
+        own[self._places[k]] = first_tensor(known).clone()
         return pytree.tree_unflatten(own, shape)
 
     def make_empty(self) -> dict[str, Tensor]:
@@ -284,6 +306,7 @@ class Network:
         try:
             functional_call(self.model, dict(weights), *split_batch(move(batch, self.device)))
         except Reached as reached:
+            reached.__traceback__ = None  # it holds what was computed on the way
             return reached.arguments
 
     def choose_way(self, load: Load, batch: Any) -> None:
@@ -342,15 +365,16 @@ class Network:
 
     def _compare(self, k: int, plain: Any, walked: Any) -> str:
         """Why the arguments of a block are not the ones that it was given, if they are not."""
-        tensors = find_tensors(walked)
-        others = find_tensors(plain)
-        depending = [place for place, each in enumerate(tensors) if each.requires_grad]
-        if len(tensors) != len(others) or len(depending) != (k == 0):
+        depending = find_depending(walked)
+        if len(depending) != (k == 0):
             return "its blocks are given more of its weights than hidden states"
         if k == 0:
             [self._places[0]] = depending
-        pairs = [pair for pair in enumerate(tensors) if pair[0] not in depending]
-        is_same = all(torch.equal(each, others[place]) for place, each in pairs)
+        tensors, others = find_tensors(walked), find_tensors(plain)
+        is_same = len(tensors) == len(others) and all(
+            one.requires_grad or torch.equal(one, other)
+            for one, other in zip(tensors, others, strict=True)
+        )
         return "" if is_same else "its blocks are given what others have left"
 
     def _find_place(self, k: int, batch: Any, known: Any) -> None:
@@ -360,14 +384,16 @@ class Network:
         grown = pytree.tree_map(
             lambda each: each.detach().requires_grad_() if isinstance(each, Tensor) else each, known
         )
-        tensors = find_tensors(self.reach(k, batch, grown, self.make_empty()))
-        depending = [place for place, each in enumerate(tensors) if each.requires_grad]
-        is_passed = len(depending) == 1 and tensors[depending[0]] is first_tensor(grown)
-        if is_passed and k not in self._changing:
-            self._places[k] = depending[0]
+        given = self.reach(k, batch, grown, self.make_empty())
+        places = find_depending(given)
+        passed = [pytree.tree_leaves(given)[place] is first_tensor(grown) for place in places]
+        if passed == [True] and k not in self._changing:
+            [self._places[k]] = places
 
     def take(self, load: Load, who: int, names: Sequence[str]) -> dict[str, Tensor]:
-        found = load(who, names)
-        return {
-            name: each.to(self.device, non_blocking=True).float() for name, each in found.items()
-        }
+        return self.widen(load(who, names))
+
+    def widen(self, weights: Weights) -> dict[str, Tensor]:
+        """As they are used: in float32, on the device."""
+        moved: dict[str, Tensor] = move(dict(weights), self.device)
+        return {name: each.float() for name, each in moved.items()}

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from darelib.config import DareConfig
 from darelib.core.text import LOG, ConfigError
@@ -15,6 +16,7 @@ from darelib.run.in_memory import merge_tensors
 from darelib.run.matching.network import BASE, START, Network
 from darelib.run.matching.walk import (
     RIDGE,
+    Matched,
     Participant,
     Stream,
     Walk,
@@ -22,6 +24,7 @@ from darelib.run.matching.walk import (
     explain_unmatched,
     find_tied,
     start_from,
+    summarize,
 )
 
 MASK = "attention_mask"
@@ -30,11 +33,18 @@ MASK = "attention_mask"
 def make_streams(batches: Iterable[Any]) -> list[Stream]:
     """What a module is called with. Padding is what an attention mask says."""
     streams = []
-    for batch in batches:
+    for given in batches:
+        batch = pytree.tree_map(widen, given)
         mask = batch.get(MASK) if isinstance(batch, Mapping) else None
         is_plain = mask is not None and mask.dim() == 2
         streams.append(Stream(batch, mask > 0 if mask is not None and is_plain else None))
     return streams
+
+
+def widen(value: Any) -> Any:
+    """As the weights are, which are used in float32."""
+    is_real = isinstance(value, Tensor) and value.is_floating_point()
+    return value.float() if is_real else value
 
 
 def match_tensors(
@@ -47,7 +57,7 @@ def match_tensors(
     out: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """The merged state dict, matched with what the module is called with."""
-    if len(batches) != len(finetuned):
+    if isinstance(batches, Mapping) or len(batches) != len(finetuned):
         raise ConfigError(
             f"there are batches for {len(batches)} of {len(finetuned)} models",
             "give a list of batches for each model, in the same order",
@@ -82,6 +92,7 @@ def match_tensors(
     device = next(iter(base.values())).device
     network = Network(model, device)
     solved: dict[str, Tensor] = {}
+    results: list[Matched] = []
     with network.opened(), explain_memory():
         network.choose_way(load, participants[0].streams[0].batch)
         walk = Walk(
@@ -93,13 +104,14 @@ def match_tensors(
         )
         for result in walk.run():
             solved |= result.solved
+            results.append(result)
     factors = {name: rows[name].settings.lambda_coeff for name in solved}
     # Before out is written, which may be the base.
     matched = scale_changes(base, solved, factors, config.dtype)
     merged = merge_tensors(base, finetuned, config, out, warns=False)
     for name, each in matched.items():
         merged[name] = each if out is None else merged[name].copy_(each)
-    LOG.info(f"matched {len(solved):,} matrices")
+    LOG.info(str(summarize(results)))
     return merged
 
 

@@ -16,24 +16,27 @@ left on the way.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from darelib.config import DareConfig
 from darelib.core.text import DareError
+from darelib.output.matched import BlockMatch, MatchReport, find_ratio
 from darelib.plan.tensorplan import TensorPlan
 from darelib.run.matching.network import (
+    BASE,
     START,
     WHOLE,
     Load,
     Network,
     Segment,
+    bring,
     first_tensor,
     is_transposed,
     move,
@@ -45,13 +48,14 @@ NO_INPUT: Final = "nothing came into them"
 OFTEN: Final = "used more than once"
 ELSEWHERE: Final = "not every token came into them"
 NOT_FINITE: Final = "no finite solution"
-OTHERS: Final = "no plain matrices"
+STILL: Final = "lambda is 0"
 EXCLUDED: Final = "excluded by a rule"
 MANY: Final = "made of several tensors"
 TIED: Final = "tied to another"
 NOT_MERGED: Final = "not merged"
 RIDGE: Final = 0.05
 LEAST_RIDGE: Final = 1e-5  # below, sums in float32 have no more digits
+ROWS: Final = 4096  # of a matrix at a time: heads are large
 SMALLEST: Final = 1e-30  # of what comes in
 NUDGE: Final = 1e-2  # by which it is tried whether a block adds what its last matrix gives
 ADDED: Final = 1e-3  # how exactly
@@ -59,13 +63,10 @@ ADDED: Final = 1e-3  # how exactly
 
 def start_from(config: DareConfig) -> DareConfig:
     """What the method gives before it is matched: lambda multiplies the change in the end."""
-    rules = [
-        replace(rule, lambda_coeff=1.0) if rule.lambda_coeff else rule
-        for rule in config.typed_rules
-    ]
+    rules = [replace(rule, lambda_coeff=1.0) for rule in config.typed_rules]
     return replace(
         config,
-        lambda_coeff=1.0 if config.lambda_coeff else 0.0,
+        lambda_coeff=1.0,
         dtype="float32",
         rules=rules,
         adapter_rank=None,
@@ -75,6 +76,8 @@ def start_from(config: DareConfig) -> DareConfig:
 
 def explain_unmatched(row: TensorPlan | None, is_tied: bool, config: DareConfig) -> str:
     """Why a matrix is not to be matched, or "". row: of the plan; None: it has none of its own."""
+    if row is not None and not row.settings.lambda_coeff:
+        return STILL
     if row is None:
         return MANY
     if is_tied:
@@ -83,7 +86,7 @@ def explain_unmatched(row: TensorPlan | None, is_tied: bool, config: DareConfig)
         return NOT_MERGED
     chosen = [row.rule.matched if row.rule else None, config.matched]
     wanted = next((each for each in chosen if each is not None), True)
-    return "" if wanted and row.settings.lambda_coeff else EXCLUDED
+    return "" if wanted else EXCLUDED
 
 
 def find_tied(module: nn.Module) -> set[str]:
@@ -104,17 +107,13 @@ def explain_memory() -> Iterator[None]:
             "the GPU has too little memory to match the model",
             f"{hint}; CUDA_VISIBLE_DEVICES= uses the CPU",
         ) from None
-    except IndexError:
-        raise DareError(
-            "an example has more tokens, or others, than the model can be called with",
-            "give a smaller --max-tokens, or examples by the model's own tokenizer",
-        ) from None
     except MemoryError:
         raise DareError("there is too little memory to match the model", hint) from None
     except RuntimeError as error:
-        if "allocate memory" not in str(error):
-            raise
-        raise DareError("there is too little memory to match the model", hint) from None
+        if "allocate memory" in str(error):
+            raise DareError("there is too little memory to match the model", hint) from None
+        reason = " ".join(str(error).split())
+        raise DareError(f"torch cannot match the model: {reason}", "merge it by weights") from error
 
 
 @dataclass
@@ -148,9 +147,10 @@ class Participant:
         loss = nn.functional.cross_entropy(logits, ids, reduction="sum")
         self.losses.setdefault(whose, []).append((float(loss), len(ids)))
 
-    def mean_loss(self, whose: str, batches: int) -> float | None:
-        """Of the first batches. None: nothing was judged."""
-        sums = self.losses.get(whose, [])[:batches]
+    def mean_loss(self, whose: str, batches: Iterable[int]) -> float | None:
+        """Of some batches. None: nothing was judged."""
+        known = self.losses.get(whose)
+        sums = [known[k] for k in batches] if known else []
         count = sum(each for _, each in sums)
         return sum(loss for loss, _ in sums) / count if count else None
 
@@ -167,6 +167,38 @@ class Matched:
     after: float = 0.0
 
 
+def summarize(results: Sequence[Matched]) -> MatchReport:
+    left: dict[str, dict[str, None]] = {}  # names, each once
+    for result in results:
+        for name, why in result.left.items():
+            left.setdefault(why, {})[name] = None
+    done = {name for result in results for name in result.solved}
+    kept = {why: tuple(n for n in names if n not in done) for why, names in left.items()}
+    blocks = [
+        BlockMatch(
+            name=result.name,
+            matrices=len(result.solved),
+            before=find_ratio(result.before, result.wanted),
+            after=find_ratio(result.after, result.wanted),
+        )
+        for result in results
+        if result.solved
+    ]
+    wanted = sum(result.wanted for result in results)
+    return MatchReport(
+        blocks=tuple(blocks),
+        before=find_ratio(sum(result.before for result in results), wanted),
+        after=find_ratio(sum(result.after for result in results), wanted),
+        left={why: names for why, names in kept.items() if names},
+    )
+
+
+class Pair(NamedTuple):
+    inputs: Tensor  # in the merged model, by rows
+    wanted: dict[str, Tensor]  # by matrix: what the model's own gives
+    missing: dict[str, Tensor]  # from that, in the merged model
+
+
 class Sums:
     """What is summed over the tokens of one model, or of all: for matrices with one input."""
 
@@ -178,13 +210,17 @@ class Sums:
         self.ridge = 0.0
         self.tokens = 0
 
-    def add(self, inputs: Tensor, wanted: dict[str, Tensor], missing: dict[str, Tensor]) -> None:
-        self.tokens += len(inputs)
-        self.gram.addmm_(inputs.T, inputs)
-        for name, each in missing.items():
-            self.cross[name].addmm_(each.T, inputs)
+    def make_empty(self) -> Sums:
+        outputs = {name: len(each) for name, each in self.cross.items()}
+        return Sums(len(self.gram), outputs, self.gram.device)
+
+    def add(self, pair: Pair) -> None:
+        self.tokens += len(pair.inputs)
+        self.gram.addmm_(pair.inputs.T, pair.inputs)
+        for name, each in pair.missing.items():
+            self.cross[name].addmm_(each.T, pair.inputs)
             self.before[name] += float(each.square().sum())
-            self.wanted[name] += float(wanted[name].square().sum())
+            self.wanted[name] += float(pair.wanted[name].square().sum())
 
     def include(self, model: Sums, ridge: float) -> None:
         """Add one model's sums, by the size of its inputs. Few tokens, more ridge."""
@@ -217,9 +253,22 @@ class Sums:
         }
 
     def find_left(self, name: str, change: Tensor) -> float:
-        """The square of what is missing with a change."""
-        gained = 2 * float((change * self.cross[name]).sum())
-        return max(0.0, self.before[name] - gained + float(((change @ self.gram) * change).sum()))
+        """The square of what is missing with a change C that solves C (gram + ridge) = cross."""
+        rows = zip(change.split(ROWS), self.cross[name].split(ROWS), strict=True)
+        gained = sum(float((own * (own * self.ridge + cross)).sum()) for own, cross in rows)
+        return max(0.0, self.before[name] - gained)
+
+
+def add_up(pairs: Iterable[Pair | None], device: torch.device) -> Sums | None:
+    sums: Sums | None = None
+    for pair in pairs:
+        if pair is None:
+            return None
+        if sums is None:
+            sizes = {name: each.shape[1] for name, each in pair.wanted.items()}
+            sums = Sums(pair.inputs.shape[1], sizes, device)
+        sums.add(pair)
+    return sums
 
 
 class Enough(Exception):
@@ -241,8 +290,8 @@ def seen(matrices: dict[str, nn.Module], stops: bool) -> Iterator[dict[str, tupl
     hooks = [module.register_forward_hook(partial(note, name)) for name, module in matrices.items()]
     try:
         yield found
-    except Enough:
-        pass
+    except Enough as enough:
+        enough.__traceback__ = None  # it holds what was computed on the way
     finally:
         for hook in hooks:
             hook.remove()
@@ -282,19 +331,21 @@ class Walk:
         result = Matched(segment.name)
         is_block = 0 <= segment.number < len(self.network.blocks)
         merged = self.network.take(self.load, START, segment.parameters)
+        still = [name for name in segment.parameters if self.excluded(name) == STILL]
+        merged |= self.network.take(self.load, BASE, still)
         merged |= {name: each for name, each in self.solved_before.items() if not is_block}
         stages = self.find_stages(segment, merged, result)
         loaded = {}
         if stages and (is_block or segment.number == WHOLE):  # of which each stage needs all
             whose = [each.who for each in self.matching]
-            taken = ((who, self.network.take(self.load, who, segment.parameters)) for who in whose)
-            loaded = {who: put_aside(weights) for who, weights in taken}
+            taken = ((who, self.load(who, segment.parameters)) for who in whose)
+            loaded = {who: put_aside(move(own, self.network.device)) for who, own in taken}
         for k, stage in enumerate(stages):
             self.solve_stage(segment, merged, stage, loaded, k == len(stages) - 1, result)
         self.advance(segment, merged, loaded)
         if not is_block:
             self.solved_before |= {name: merged[name] for name in result.solved}
-        result.solved = {name: merged[name].cpu() for name in result.solved}
+        result.solved = {name: bring(merged[name]) for name in result.solved}
         return result
 
     def call(self, segment: Segment, weights: dict[str, Tensor], batch: Any, known: Any) -> Any:
@@ -307,7 +358,8 @@ class Walk:
         """The matrices that are given one and the same input, in the order of their calls."""
         calls: list[tuple[str, Tensor]] = []
         wanted = {}
-        result.left |= dict.fromkeys(segment.others, OTHERS)
+        for name, why in segment.others.items():
+            result.left[name] = TIED if self.excluded(name) == TIED else why
         for name, module in segment.matrices.items():
             if name in self.solved_before:
                 continue
@@ -355,40 +407,55 @@ class Walk:
     ) -> None:
         """Solve for matrices with one input. What the last stage repairs is the block's output."""
         share = self.find_share(segment, merged, stage) if is_last else 0.0
-        is_end = segment.number in (len(self.network.blocks), WHOLE)
         total: Sums | None = None
         for participant in self.matching:
             own = self.take(segment, participant.who, loaded)
-            sums: Sums | None = None
-            for stream in participant.streams:
-                with seen(stage, stops=not is_last) as wanted:
-                    theirs = self.call(segment, own, stream.batch, stream.own)
-                with seen(stage, stops=not share) as given:
-                    ours = self.call(segment, merged, stream.batch, stream.merged)
-                shapes = [{n: each[0].shape for n, each in s.items()} for s in (wanted, given)]
-                if shapes[0] != shapes[1] or len(given) < len(stage):
-                    result.left |= dict.fromkeys(stage, ELSEWHERE)
-                    return
-                inputs, keep = self.choose(next(iter(given.values()))[0], stream.tokens)
-                targets = {name: flatten(each[1])[keep] for name, each in wanted.items()}
-                missing = {
-                    name: target - flatten(given[name][1])[keep] for name, target in targets.items()
-                }
-                if share:
-                    [name] = stage
-                    targets[name] = flatten(first_tensor(theirs))[keep] / share
-                    missing[name] = targets[name] - flatten(first_tensor(ours))[keep] / share
-                if sums is None:
-                    sizes = {name: each.shape[1] for name, each in targets.items()}
-                    sums = Sums(inputs.shape[1], sizes, self.network.device)
-                    total = total or Sums(inputs.shape[1], sizes, self.network.device)
-                sums.add(inputs, targets, missing)
-                if is_last and not is_end:
-                    stream.following = put_aside(theirs)
-            if sums and total:
-                total.include(sums, self.ridge)
+            pairs = self.compare(segment, own, merged, stage, participant, share, is_last)
+            sums = add_up(pairs, self.network.device)
+            if sums is None:
+                result.left |= dict.fromkeys(stage, ELSEWHERE)
+                return
+            total = total or sums.make_empty()
+            total.include(sums, self.ridge)
+            del own, pairs, sums  # they are large
         if total:
             self.apply(merged, stage, total, result)
+
+    def compare(
+        self,
+        segment: Segment,
+        own: dict[str, Tensor],
+        merged: dict[str, Tensor],
+        stage: dict[str, nn.Module],
+        participant: Participant,
+        share: float,
+        is_last: bool,
+    ) -> Iterator[Pair | None]:
+        """What the matrices of a stage are given and should give, batch by batch. None: other
+        tokens come into them in the merged model than in the participant's own.
+        """
+        is_end = segment.number in (len(self.network.blocks), WHOLE)
+        for stream in participant.streams:
+            with seen(stage, stops=not is_last) as wanted:
+                theirs = self.call(segment, own, stream.batch, stream.own)
+            with seen(stage, stops=not share) as given:
+                ours = self.call(segment, merged, stream.batch, stream.merged)
+            shapes = [{n: each[0].shape for n, each in s.items()} for s in (wanted, given)]
+            if shapes[0] != shapes[1] or len(given) < len(stage):
+                yield None
+                return
+            inputs, keep = self.choose(next(iter(given.values()))[0], stream.tokens)
+            if share:
+                [name] = stage
+                target = flatten(first_tensor(theirs))[keep] / share
+                missing = target - flatten(first_tensor(ours))[keep] / share
+                yield Pair(inputs, {name: target}, {name: missing})
+            else:
+                targets = {name: flatten(each[1])[keep] for name, each in wanted.items()}
+                ours_of = {name: flatten(each[1])[keep] for name, each in given.items()}
+                yield Pair(inputs, targets, {n: targets[n] - ours_of[n] for n in targets})
+            if is_last and not is_end:
+                stream.following = put_aside(theirs)
 
     def apply(
         self, merged: dict[str, Tensor], stage: dict[str, nn.Module], sums: Sums, result: Matched
@@ -468,9 +535,8 @@ class Walk:
     ) -> dict[str, Tensor]:
         known = loaded.get(who)
         if known is None:
-            return self.network.take(self.load, who, segment.parameters)
-        moved: dict[str, Tensor] = move(known, self.network.device)
-        return moved
+            known = self.load(who, segment.parameters)
+        return self.network.widen(known)
 
     def choose(self, inputs: Tensor, tokens: Tensor | None) -> tuple[Tensor, Any]:
         """The rows that count, and which they are: all, or those that are no padding."""

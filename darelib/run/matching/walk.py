@@ -254,7 +254,7 @@ class Sums:
 
     def find_left(self, name: str, change: Tensor) -> float:
         """The square of what is missing with a change C that solves C (gram + ridge) = cross."""
-        rows = zip(change.split(ROWS), self.cross[name].split(ROWS), strict=True)
+        rows = zip(torch.split(change, ROWS), torch.split(self.cross[name], ROWS), strict=True)
         gained = sum(float((own * (own * self.ridge + cross)).sum()) for own, cross in rows)
         return max(0.0, self.before[name] - gained)
 

@@ -47,6 +47,8 @@ class Tuning:
     # Entries times models from which a merge compiles kernels that are not stored, which takes some
     # seven seconds. NumPy does fewer in less than two: some 20 million a second on one core.
     compiled_work: int = 1 << 25
+    # The same for kernels that are stored, which takes some 30 milliseconds.
+    loaded_work: int = 1 << 20
     # How long writes gather before they are sent to the disk, and before the journal notes what has
     # arrived there.
     flush_seconds: float = 0.1

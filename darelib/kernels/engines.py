@@ -84,8 +84,13 @@ def find_code(spec: KernelSpec) -> KernelSpec:
 
 
 def is_done_at_once(codes: Collection[KernelSpec], engine: str, work: int) -> bool:
-    """Whether NumPy does it in about the time in which a compiler starts, and nothing is stored."""
-    return engine == "auto" and work < TUNING.compiled_work and count_missing(codes) > 0
+    """Whether NumPy does it in about the time in which kernels are compiled or, where these are
+    stored, loaded.
+    """
+    is_small = engine == "auto" and work < TUNING.compiled_work
+    if not is_small or not {*codes} - _loaded.keys():
+        return False
+    return work < TUNING.loaded_work or count_missing(codes) > 0
 
 
 def count_missing(codes: Collection[KernelSpec]) -> int:

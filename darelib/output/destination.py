@@ -5,7 +5,6 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,9 +26,9 @@ from darelib.models.tensorfile import (
     open_regular,
     peek_header,
 )
-from darelib.output.matched import MATCHED_KEY
 
 RECIPE_KEY: Final = "dare_recipe"  # in the metadata of a file of tensors
+MATCHED_KEY: Final = "matched"  # of a recipe: digests by tensor
 # Of a recipe: who made an output, and what came out, but not how it was made.
 NOT_COMPARED: Final = ("version", "files", MATCHED_KEY)
 # What a recipe that is none leads to: it may be anybody's.
@@ -58,6 +57,15 @@ class Destination:
         return self.path.with_name(f"{name}.partial")
 
 
+def is_misspelled(suffix: str) -> bool:
+    """Whether a suffix is nearly .safetensors."""
+    if suffix in ("", ".safetensors"):
+        return False
+    from difflib import SequenceMatcher  # most merges start without it
+
+    return SequenceMatcher(None, suffix, ".safetensors").ratio() > 0.8
+
+
 def find_output(given: str | Path) -> Destination:
     """Where an output goes, if something can be written there at all."""
     path = Source.of(given).path
@@ -67,8 +75,7 @@ def find_output(given: str | Path) -> Destination:
             "give a .safetensors file or a directory",
         )
     suffix = path.suffix.lower()
-    likeness = SequenceMatcher(None, suffix, ".safetensors").ratio()
-    if suffix in FILE_SUFFIXES or 0.8 < likeness < 1:
+    if suffix in FILE_SUFFIXES or is_misspelled(suffix):
         raise ConfigError(
             f"the output {str(path)!r} does not end in .safetensors",
             "did you mean .safetensors? A name without such a suffix makes a model directory",

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from darelib import __version__ as __version__
-from darelib.commands import analyze, convert, extract, merge, pack, sweep, verify
+from darelib.commands import analyze, convert, evaluate, extract, merge, pack, sweep, verify
 from darelib.commands.shell import Commands, parse_flags, run_command
 from darelib.config import DareConfig, Rule
 from darelib.core.interrupts import Interrupts, ignore_signals
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
     from darelib.commands.analyze.analysis import AnalysisReport, plot_analysis
     from darelib.commands.dryrun import Estimate, Plan
+    from darelib.commands.evaluate import EvaluationReport
     from darelib.commands.summary import MergeReport, ModelReport
     from darelib.commands.sweep.results import SweepReport, plot_sweep
     from darelib.commands.verify import VerifyReport
@@ -62,7 +63,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AnalysisReport", "ConfigError", "DareConfig", "DareError", "DareMerger", "Estimate",
-    "MergeReport", "ModelReport", "Plan", "Rule", "SweepReport", "VerifyReport",
+    "EvaluationReport", "MergeReport", "ModelReport", "Plan", "Rule", "SweepReport", "VerifyReport",
     "dare_drop", "dare_match", "dare_merge", "dare_sparsify", "dare_sweep",
     "plot_analysis", "plot_sweep",
 ]  # fmt: skip
@@ -76,7 +77,7 @@ def __getattr__(name: str) -> object:
     from darelib.commands.analyze import analysis
     from darelib.commands.sweep import results
 
-    rooms = (dryrun, summary, verify, analysis, results)
+    rooms = (dryrun, summary, evaluate, verify, analysis, results)
     return next(getattr(room, name) for room in rooms if hasattr(room, name))
 
 
@@ -222,6 +223,20 @@ class DareMerger:
             )
             return verify.compare_output(plan, inputs, interrupts)
 
+    def evaluate(self, models: Sequence[Given] = ()) -> EvaluationReport:
+        """Judge the base, the fine-tunes and other models by the examples: how far each is from
+        what the examples say, and from the fine-tune whose examples these are.
+
+        models: such as merges; none: the merge that the settings describe, which is not written.
+        """
+        from darelib.plan.plan import plan_merge
+
+        others = tuple(map(Source.of_model, models))
+        with self.open_inputs(others) as opened, Interrupts() as interrupts:
+            inputs, judged = opened[: len(self.sources)], opened[len(self.sources) :]
+            plan = plan_merge(self.config, inputs)
+            return evaluate.judge_models(plan, inputs, judged, interrupts)
+
     def sweep(
         self,
         evaluate: Callable[..., Any] | str,
@@ -260,11 +275,16 @@ class DareMerger:
     def sources(self) -> tuple[Source, ...]:
         return (self.base, *self.models)
 
-    def open_inputs(self) -> AbstractContextManager[list[Checkpoint]]:
-        """The base and the models, with one number for each token if the tokenizer asks for it."""
+    def open_inputs(
+        self, others: Sequence[Source] = ()
+    ) -> AbstractContextManager[list[Checkpoint]]:
+        """The base and the models, with one number for each token if the tokenizer asks for it,
+        and other models of their kind.
+        """
         from darelib.models.inputs import open_models
 
-        return open_models(self.sources, self.tokenizer, self.config, self.examples)
+        sources = (*self.sources, *others)
+        return open_models(sources, self.tokenizer, self.config, self.examples)
 
     def _plan(
         self, inputs: Sequence[Checkpoint], destination: Destination, force: bool
@@ -366,6 +386,7 @@ def dare_sweep(
 COMMANDS: Final[Commands] = {
     "merge": ("merge models (default)", merge),
     "analyze": ("show the changes of each model, and suggest settings", analyze),
+    "evaluate": ("judge models by examples of each skill", evaluate),
     "sweep": ("let an evaluation choose the settings", sweep),
     "verify": ("make a merged model again from its recipe, and compare", verify),
     "pack": ("store a thinned fine-tune, for later merges", pack),

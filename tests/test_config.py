@@ -369,7 +369,7 @@ def test_a_wrong_configuration_is_named(
         ("--threads 1 analyze", "'analyze'", "analyze ..."),
         ("--plot a.png", "--plot means nothing to merge", "analyze"),
         ("analyse", "'analyse'", "analyze"),
-        ("unite", "'unite'", "analyze, convert, extract, merge, pack, sweep, verify"),
+        ("unite", "'unite'", "analyze, convert, evaluate, extract, merge, pack, sweep, verify"),
         ("merge --per-tensor", "--per-tensor means nothing to merge", "analyze"),
         ("analyze --dry-run", "--dry-run means nothing to analyze", "merge"),
         ("analyze --verify x", "--verify means nothing to analyze", "verify"),

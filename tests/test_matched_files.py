@@ -362,7 +362,8 @@ REFUSED: dict[str, tuple[int, str, Any, Any, list[str]]] = {
     "resume": (2, "cannot be continued", None, [2, 3], ["--resume"]),
     "a share": (2, "adapter_rank 0.9 is found", None, [2, 3], ["--adapter-rank", "0.9"]),
     "nothing to match": (1, "no matrix of the model can be matched", None, [2, 3],
-                         ["--no-matched"]),
+                         ["--rule", "*:matched=false"]),
+    "nothing to do": (2, "nothing is matched with the examples", None, [2, 3], ["--no-matched"]),
 }  # fmt: skip
 
 
@@ -413,7 +414,7 @@ def test_too_little_memory_is_said(
 def test_without_transformers_the_command_says_what_to_install(
     llama: House, tmp_path: Path, refused: Refusal, monkeypatch: Patch
 ) -> None:
-    for name in ("model_files", "language"):
+    for name in ("matched_files", "judged_files", "model_files", "language"):
         monkeypatch.delitem(sys.modules, f"darelib.run.matching.{name}", raising=False)
         monkeypatch.delattr(matching, name, raising=False)
     monkeypatch.setitem(sys.modules, "transformers", None)

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
@@ -17,7 +17,7 @@ from darelib.config.values import SWITCH
 from darelib.core.interrupts import Terminated, ignore_signals
 from darelib.core.text import LOG, ConfigError, print_result
 from darelib.models.directories import BASE_HINT
-from darelib.models.source import Source
+from darelib.models.source import Given, Source
 from darelib.models.vocabulary import TEMPLATES
 from darelib.requests.readers import YAML_SUFFIXES, load_request
 from darelib.requests.request import Request, layer_flags
@@ -66,6 +66,7 @@ class Merger(Protocol):
     ) -> Plan: ...
     def analyze(self) -> Report: ...
     def verify(self, output_file: str | Path) -> Report: ...
+    def evaluate(self, models: Sequence[Given] = ()) -> Report: ...
     def sweep(
         self, evaluate: Callable[..., Any] | str, space: Mapping[str, Any], **options: Any
     ) -> Report: ...

@@ -1,9 +1,11 @@
 """The report of a merge: plain data that prints as a table, with the ranks of an adapter."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 
 from darelib.commands.report import Part, Report, Table
 from darelib.config import as_toml
@@ -11,10 +13,13 @@ from darelib.core.drops import DROPS, EXPECTATION, RANDOM
 from darelib.core.mask import MASK_BITS
 from darelib.core.text import LISTED, count_of, human, printable, shorten_names
 from darelib.core.tuning import TUNING
-from darelib.output.matched import MatchReport
 from darelib.output.prepare import FilePlan
 from darelib.requests.configfile import as_literal
 from darelib.run.worker import Outcome, Tally, explain_copied, sum_fields
+
+if TYPE_CHECKING:
+    from darelib.output.judged import LambdaChoice
+    from darelib.output.matched import MatchReport
 
 # A fine-tune's delta is a small part of its weights; two unrelated models differ by more than
 # either weighs, which is refused.
@@ -119,6 +124,7 @@ class MergeReport(Report):
     warnings: tuple[str, ...]
     adapter: AdapterFit | None  # where one was written
     matching: MatchReport | None  # where it was matched with examples
+    choice: LambdaChoice | None  # where examples have chosen lambda
 
     def parts(self) -> list[Part]:
         return [*(self._list_models() if self.models else ()), self._summarize()]
@@ -136,6 +142,8 @@ class MergeReport(Report):
             yield str(self.adapter)
         if self.matching:
             yield str(self.matching)
+        if self.choice:
+            yield str(self.choice)
 
     def _summarize(self) -> str:
         copied = f" ({self.copied_tensors:,} copied)" if self.copied_tensors else ""
@@ -191,6 +199,7 @@ def report_merge(
         warnings=tuple(warnings),
         adapter=AdapterFit.of(plan, outcomes),
         matching=plan.matching,
+        choice=plan.choice,
     )
 
 

@@ -23,6 +23,7 @@ from darelib.config.settings import (
     setting,
 )
 from darelib.config.values import (
+    AUTO,
     FULL,
     LAYER,
     LEAST_BARE_SIZE,
@@ -46,7 +47,8 @@ from darelib.config.values import (
     is_whole,
     list_of,
     names_part,
-    parse_rank,
+    number,
+    parse_number,
     parse_size,
     value_at,
     whole,
@@ -87,6 +89,9 @@ __all__ = [
     "parse_size",
     "value_at",
 ]
+
+
+HELD_OUT: Final = 0.25  # of the examples, unless another share is asked for
 
 
 def name_rescale(rescale: bool | str | None, drop: str) -> str:
@@ -137,6 +142,11 @@ def check_meaning(
                 f"{name} {verb} nothing to {kind} {' and '.join(sorted(used))}",
                 f"use {kind} {' or '.join(fitting)}, or leave it out",
             )
+
+
+def find_factor(lambda_coeff: float | str) -> float:
+    """What a merge is planned with; until examples have chosen another, with 1."""
+    return 1.0 if isinstance(lambda_coeff, str) else float(lambda_coeff)
 
 
 def find_default(setting: str, methods: Iterable[str]) -> Any:
@@ -233,7 +243,7 @@ class Scope:
             # Where all are 0, what is left is the base's tensor, whatever the method.
             weights=method.share(None if are_zero else weights, count, normalize),
             normalize=normalize,
-            lambda_coeff=0.0 if are_zero else float(values["lambda_coeff"]),
+            lambda_coeff=0.0 if are_zero else find_factor(values["lambda_coeff"]),
             origin=values.get("origin", method.origin),
             options={
                 name: float(values.get(name, default))
@@ -253,7 +263,18 @@ class DareConfig(Settings):
 
     method: str = DEFAULT
     drop: str | Sequence[str] = RANDOM
-    lambda_coeff: Number = 1.0
+    lambda_coeff: Number | str = setting(
+        Check(
+            "a number, or auto",
+            lambda value: value == AUTO or number().accepts(value),
+            parse_number,
+            (AUTO,),
+        ),
+        "scale of the merged delta; auto: the best on examples that are held out",
+        Group.MAIN,
+        default=1.0,
+        flag="--lambda",
+    )
     max_iter: int | None = setting(
         Check("a whole number from 0 up", is_whole, int), "most steps", Group.METHOD,
         metavar="N",
@@ -275,6 +296,13 @@ class DareConfig(Settings):
         constant(above(0)),
         "small follows the examples, large keeps what the method gives (default 0.05)",
         Group.EXAMPLES,
+    )
+    held_out: float | None = setting(
+        constant(number(" above 0 and below 1", lambda share: 0 < share < 1)),
+        "share of the examples that judge, and match nothing (default: 0.25 where a lambda or a "
+        "merge is judged, else none)",
+        Group.EXAMPLES,
+        metavar="SHARE",
     )
     dtype: str | None = setting(
         replace(
@@ -298,7 +326,7 @@ class DareConfig(Settings):
         Check(
             "a whole number from 1 up, a share of the energy between 0 and 1, or full",
             is_rank,
-            parse_rank,
+            parse_number,
             (FULL,),
         ),
         "write a LoRA adapter of rank R; 0.95: ranks that keep this share of the energy; full: "
@@ -460,6 +488,41 @@ class DareConfig(Settings):
                 f"{given[0]} means nothing without examples",
                 "give --examples FILE..., one for each model, or leave it out",
             )
+        if self.is_auto and not are_there:
+            raise ConfigError(
+                "lambda auto is chosen by examples, and there are none",
+                "give --examples FILE..., one for each model, or a number",
+            )
+        if are_there and not self.matches and not self.is_auto:
+            raise ConfigError(
+                "nothing is matched with the examples, and no lambda is chosen by them",
+                "leave --examples out, or give --lambda auto",
+            )
+
+    @property
+    def is_auto(self) -> bool:
+        return self.lambda_coeff == AUTO
+
+    @property
+    def matches(self) -> bool:
+        """Whether examples, where there are some, are for matching, too."""
+        return self.matched is not False or any(rule.matched for rule in self.typed_rules)
+
+    @property
+    def judged_share(self) -> float:
+        """Of the examples, where something is judged by them."""
+        return self.held_out or HELD_OUT
+
+    def settle_lambda(self, factor: float) -> Self:
+        """The same with the lambda that examples have chosen. Where they are for nothing else, no
+        setting of theirs is left.
+        """
+        if self.matches:
+            return replace(self, lambda_coeff=factor, held_out=self.judged_share)
+        own = [name for name, row in SETTINGS.items() if row.group == Group.EXAMPLES]
+        rules = [rule.without(own, self.method) for rule in self.typed_rules]
+        nothing: dict[str, Any] = dict.fromkeys(own)
+        return replace(self, lambda_coeff=factor, rules=rules, **nothing)
 
     def resolve_all(self, count: int) -> list[TensorSettings]:
         """The settings of all rules, and of no rule, wherever the lines of gradients meet."""

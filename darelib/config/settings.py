@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import StrEnum
@@ -202,7 +202,7 @@ class Settings:
         Group.METHOD,
         metavar="NAME",
     )
-    lambda_coeff: Number | None = setting(
+    lambda_coeff: Number | str | None = setting(
         number(), "scale of the merged delta", Group.MAIN, flag="--lambda"
     )
     keep_ratio: Number | None = setting(
@@ -294,6 +294,14 @@ class Rule(Settings):
             raise ConfigError(f"{where} has no key {unknown[0]!r}", nearest(unknown[0], known))
         with naming(f"{where}: "):
             return cls(**{"match": (), **table})
+
+    def without(self, names: Collection[str], method: str) -> Rule:
+        """The same without some settings. method: that of all tensors; a rule that would have no
+        settings has it, so that no later rule matches.
+        """
+        own = list_given(self, RULE_SETTINGS)
+        kept = {name: each for name, each in own.items() if name not in names}
+        return Rule(self.match, **(kept or {"method": method}))
 
     def as_table(self) -> dict[str, Any]:
         settings = list_given(self, RULE_SETTINGS)

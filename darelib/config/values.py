@@ -25,6 +25,7 @@ LEAST_BARE_SIZE: Final = 1000
 LAYER: Final = re.compile(r"(.*?\.)??([0-9]{1,9})(?:\.|\Z)", re.DOTALL)
 
 FULL: Final = "full"  # rank of an adapter: as many ranks as its inputs have together
+AUTO: Final = "auto"  # lambda: the best on held-out examples
 MAX_PADDING: Final = 1 << 16  # rows: far more than any hardware asks for
 MAX_NUMBERS: Final = 1000  # of a gradient: each of them is checked, and models have fewer layers
 
@@ -120,7 +121,8 @@ def is_rank(value: object) -> bool:
     return value == FULL or is_share or (value != 0 and is_whole(value))
 
 
-def parse_rank(given: Any) -> Any:
+def parse_number(given: Any) -> Any:
+    """A number, or a word in place of one."""
     try:
         return float(given)
     except ValueError:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,8 +108,15 @@ def read_examples(path: Path, count: int, tokens: int) -> Examples:
         raise DareError(f"there are no examples in {name!r}", FORMS)
     chosen: Sequence[int] = range(len(found))
     if len(found) > count:
-        chosen = sorted(random.Random(CHOICE).sample(chosen, count))
+        chosen = choose_some(len(found), count)
     return Examples(name, digest, tuple(found[k] for k in chosen), tokens)
+
+
+def choose_some(all_of: int, count: int) -> list[int]:
+    """So many of the numbers below another, always the same."""
+    import random  # --help starts sooner
+
+    return sorted(random.Random(CHOICE).sample(range(all_of), count))
 
 
 def read_lines(path: Path) -> Iterator[Mapping[str, Any]]:

@@ -25,8 +25,7 @@ from darelib.models.directories import CONFIG_FILE, find_parts
 from darelib.models.source import RECIPE_FILE, Source, last_parts, recorded_name
 from darelib.models.tensorfile import AGAIN_HINT, MAX_JSON, TensorInfo, open_regular
 from darelib.models.vocabulary import MAX_TOKENIZER, TOKENIZER_FILE
-from darelib.output.destination import RECIPE_KEY, digest_of, is_weights, list_files
-from darelib.output.matched import MATCHED_KEY
+from darelib.output.destination import MATCHED_KEY, RECIPE_KEY, digest_of, is_weights, list_files
 from darelib.output.tokenizer import (
     GENERATION_FILE,
     SPECIAL_MAP,

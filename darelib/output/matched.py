@@ -9,8 +9,8 @@ from typing import Final
 
 from darelib.core.text import count_of, duration, human, list_names, printable, read_toml
 from darelib.models.tensorfile import peek_header
+from darelib.output.destination import MATCHED_KEY
 
-MATCHED_KEY: Final = "matched"  # of a recipe: digests by tensor
 UNMATCHED: Final = "0" * 64  # the digest of one that could not be matched: it is made again
 
 

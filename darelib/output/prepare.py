@@ -2,6 +2,8 @@
 written.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import hashlib
 import json
@@ -14,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeAlias
 
 import numpy as np
 
@@ -55,7 +57,6 @@ from darelib.output.directory import (
     recipe_text,
     update_config,
 )
-from darelib.output.matched import MatchReport
 from darelib.output.tokenizer import (
     SideFiles,
     TokenizerChoice,
@@ -67,6 +68,10 @@ from darelib.output.tokenizer import (
 from darelib.plan.checks import check_sample
 from darelib.plan.plan import MergePlan, count_threads, plan_merge
 from darelib.plan.tensorplan import TensorPlan, assign_offsets
+
+if TYPE_CHECKING:
+    from darelib.output.judged import LambdaChoice
+    from darelib.output.matched import MatchReport
 
 Array = Any
 # Of stored and made values, as bytes, and their type: how many differ, and the first that differs
@@ -144,6 +149,7 @@ class FilePlan(MergePlan):
     # Of an adapter: the matrices that become factors, by tensor. Its other tensors are held whole.
     modules: Mapping[str, Module] = dataclasses.field(default_factory=dict)
     matching: MatchReport | None = None  # where it was matched with examples
+    choice: LambdaChoice | None = None  # where examples have chosen lambda
 
     @property
     def own_recipe(self) -> str:

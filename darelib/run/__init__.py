@@ -59,12 +59,20 @@ def estimate_matching(plan: Any, inputs: Any) -> Any:
     return load_matching().estimate(plan, inputs) if has_examples else None
 
 
+def load_trials() -> ModuleType:
+    """What judges merges by examples."""
+    load_matching()  # without what it needs, it says so
+    from darelib.run.matching import trials
+
+    return trials
+
+
 def load_matching() -> ModuleType:
     try:
-        from darelib.run.matching import model_files
+        from darelib.run.matching import matched_files
     except ModuleNotFoundError as error:
         raise DareError(
             f"a merge with examples needs torch and transformers, and {error.name} is missing",
             install_hint("match"),
         ) from None
-    return model_files
+    return matched_files

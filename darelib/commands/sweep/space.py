@@ -288,12 +288,7 @@ class Space:
         optional = (name for name in SETTINGS if getattr(DareConfig, name) is None)
         unused = [name for name in optional if not self._matters(name, settings)]
         settings |= dict.fromkeys(unused)
-        kept = []
-        for rule in self.config.typed_rules:
-            table = rule.as_table()
-            own = {name: table[name] for name in table if name not in ("match", *unused)}
-            # Without any setting of its own, a rule would let later ones match.
-            kept.append(Rule(rule.match, **(own or {"lambda_coeff": settings["lambda_coeff"]})))
+        kept = [rule.without(unused, settings["method"]) for rule in self.config.typed_rules]
         return dataclasses.replace(self.config, **settings, rules=[*rules, *kept])
 
     def list_combinations(self) -> list[dict[str, Any]]:

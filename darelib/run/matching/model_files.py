@@ -1,15 +1,19 @@
-"""A merge into files, matched with examples: the weights that the walk wants come from the inputs,
-by plans of merges; what it solves goes to the output as if it were one more model's.
+"""Models in files, as the walk wants them: the module that they are weights of, their weights by
+plans of merges, their examples as tokens.
 """
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Final
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Final, Self
 
 import numpy as np
 import torch
@@ -17,63 +21,46 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from darelib.config import DareConfig
-from darelib.config.values import FULL
-from darelib.core.drops import Thinning
 from darelib.core.formats import DTYPES
 from darelib.core.interrupts import Interrupts
-from darelib.core.text import LOG, ConfigError, DareError, progress
-from darelib.kernels.matrix_engine import MatrixEngine
-from darelib.methods import DEFAULT
-from darelib.methods.looks import TensorSettings
+from darelib.core.text import DareError
 from darelib.methods.passthrough import PASSTHROUGH
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.encodings import PLAIN, TensorInfo
-from darelib.output.matched import (
-    UNMATCHED,
-    AnswerLoss,
-    MatchReport,
-    PlannedMatch,
-    digest_range,
-)
-from darelib.output.prepare import FilePlan, is_share, record_matched
-from darelib.output.publish import Output
+from darelib.models.examples import choose_some
+from darelib.output.judged import JudgedFile
 from darelib.plan.plan import Job, MergePlan, plan_merge
-from darelib.plan.tensorplan import TensorPlan, assign_offsets, choose_kernel
-from darelib.run.matching.language import Names, Reader, count_batch, make_module, make_streams
-from darelib.run.matching.network import BASE, START, Network
-from darelib.run.matching.walk import (
-    RIDGE,
-    Matched,
-    Participant,
-    Stream,
-    Walk,
-    explain_memory,
-    explain_unmatched,
-    find_tied,
-    start_from,
-    summarize,
+from darelib.plan.tensorplan import TensorPlan, assign_offsets
+from darelib.run.matching.judging import Make, Test
+from darelib.run.matching.language import (
+    Names,
+    Reader,
+    Tokens,
+    count_batch,
+    make_module,
+    make_streams,
 )
-from darelib.run.products import open_worker
+from darelib.run.matching.network import BASE, START, Network
+from darelib.run.matching.walk import Stream, explain_memory, find_tied, start_from
 from darelib.run.rounds import run_rounds
 from darelib.run.solving import make_worker
-from darelib.run.threads import Made, Order, publish, run_merge
 from darelib.run.worker import Outcome, Tally
 
 STORED_TYPES: Final = {stored: getattr(torch, name) for name, stored in DTYPES.items()}
-# What a matrix takes besides its sums, in forwards; what torch and transformers take, as measured.
-FORWARDS: Final = 7
-LIBRARY_BYTES: Final = 700_000_000
 PREDICTING: Final = ("ForCausalLM", "LMHeadModel")  # the next token, so that answers can be judged
-FEW: Final = 16  # examples, below which a merge is hardly better matched
-JUDGED: Final = 2  # batches of each model's examples on which the base is judged, too
 
 
 class Inputs:
     """The weights of base, models and start: each is a merge of its own, into memory."""
 
     def __init__(
-        self, config: DareConfig, inputs: Sequence[Checkpoint], interrupts: Interrupts
+        self,
+        config: DareConfig,
+        inputs: Sequence[Checkpoint],
+        interrupts: Interrupts,
+        others: Sequence[Checkpoint] = (),
     ) -> None:
+        """others: models that are only judged; their numbers follow those of the merge's models."""
         self.inputs = inputs
         self.interrupts = interrupts
         # What was counted of the start, by tensor and the start of each job.
@@ -92,7 +79,7 @@ class Inputs:
             START: (plan_merge(start_from(config), inputs), inputs),
             BASE: (plan_merge(replace(alone, method=PASSTHROUGH.name), [base]), [base]),
         }
-        for i, model in enumerate(models):
+        for i, model in enumerate((*models, *others)):
             self._plans[i] = plan_merge(alone, [base, model]), [base, model]
 
     def make(self, who: int, names: Sequence[str]) -> dict[str, Tensor]:
@@ -151,52 +138,52 @@ def as_floats(made: NDArray[np.uint8], info: TensorInfo) -> Tensor:
     return raw.view(torch.float32).reshape(info.shape) if info.dtype == "F32" else raw
 
 
-class SolvedModel(Checkpoint):
-    """Matrices in memory, as one more model of the merge."""
+class Spool:
+    """Tensors in float32, in a file without a name, which goes when it is closed."""
 
-    def __init__(self, solved: Mapping[str, Tensor]) -> None:
-        self.name = "the matched model"
-        self.values = [np.ascontiguousarray(each.numpy()) for each in solved.values()]
-        self.tensors = {
-            name: TensorInfo("F32", tuple(each.shape), file=k)
-            for k, (name, each) in enumerate(solved.items())
-        }
+    def __init__(self, folder: Path | None = None) -> None:
+        """folder: None: the system's, for what is temporary."""
+        self.file = TemporaryFile(dir=folder)  # noqa: SIM115
+        self.close = self.file.close
+        self.size = 0
+        self.places: dict[str, tuple[int, torch.Size]] = {}
 
-    def read_bytes(self, view: memoryview, info: TensorInfo, start: int) -> None:
-        raw = self.values[info.file].reshape(-1).view(np.uint8)
-        view[:] = raw[start : start + len(view)].data
+    def put(self, name: str, tensor: Tensor) -> None:
+        try:
+            self.file.seek(self.size)
+            self.file.write(np.ascontiguousarray(tensor.numpy()).data)
+        except OSError as error:
+            raise DareError(
+                f"there is no room for what is merged before it is judged: {error.strerror}",
+                "make room, or name another folder in the variable TMPDIR",
+            ) from None
+        self.places[name] = self.size, tensor.shape
+        self.size += tensor.nbytes
 
-
-def place_solved(tensor: TensorPlan, solved: SolvedModel, number: int) -> TensorPlan:
-    """A row of the plan, of which the model of this number is the only one."""
-    info = solved.tensors[tensor.name]
-    settings = TensorSettings(
-        method=DEFAULT,
-        thinnings=(Thinning(),) * (number + 1),
-        weights=(1.0,) * (number + 1),
-        normalize=False,
-        lambda_coeff=tensor.settings.lambda_coeff,
-    )
-    return replace(
-        tensor,
-        finetuned=((number, info),),
-        mask_names=(tensor.name,),
-        settings=settings,
-        spec=choose_kernel(DEFAULT, tensor.base, [info], tensor.spec.output),
-    )
+    def get(self, name: str) -> Tensor:
+        start, shape = self.places[name]
+        self.file.seek(start)
+        raw = torch.empty(shape)
+        self.file.readinto(raw.numpy().reshape(-1).view(np.uint8).data)
+        return raw
 
 
-class FileMatch:
-    """One merge into files, matched."""
+class ModelFiles:
+    """The models of a merge, as one module can be called with them."""
 
-    def __init__(self, order: Order) -> None:
-        check_order(order)
-        self.order = order
-        self.plan = order.plan
-        self.config = order.plan.config
-        self.inputs = order.inputs
-        base = order.inputs[0]
-        self.weights = Inputs(self.config, order.inputs, order.interrupts)
+    def __init__(
+        self,
+        plan: MergePlan,
+        inputs: Sequence[Checkpoint],
+        interrupts: Interrupts,
+        others: Sequence[Checkpoint] = (),
+    ) -> None:
+        self.plan = plan
+        self.config = plan.config
+        self.inputs = inputs
+        self.interrupts = interrupts
+        base = inputs[0]
+        self.weights = Inputs(plan.config, inputs, interrupts, others)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         module = make_module(base.folder or base.files[0].path.parent, base.name)
         for own in module.modules():
@@ -204,130 +191,110 @@ class FileMatch:
                 own._buffers[name] = None if buffer is None else buffer.to(device)
         self.names = Names(module, {name: info.shape for name, info in base.tensors.items()})
         self.network = Network(module, device)
-        self.predicts = type(module).__name__.endswith(PREDICTING)
-        self.rows = {tensor.name: tensor for tensor in self.plan.tensors}
+        self.kind = type(module).__name__
+        self.rows = {tensor.name: tensor for tensor in plan.tensors}
         self.tied = find_tied(module)
-        self.participants, self.watchers = self._read_examples()
-        self.digests: dict[str, str] = {}
 
-    def _read_examples(self) -> tuple[list[Participant], list[Participant]]:
-        """Who is matched with which examples; and the base, to be judged on some of each."""
+    @property
+    def predicts(self) -> bool:
+        return self.kind.endswith(PREDICTING)
+
+    def read_examples(self) -> dict[int, list[Tokens]]:
+        """By whose they are: the models', and the base's last."""
         base, *models = self.inputs
-        participants: list[Participant] = []
-        watchers: list[Participant] = []
-        for who, model in [*enumerate(models), (BASE, base)]:
-            examples = model.parts[0].examples
-            if examples is None:
-                continue
-            rows = self.plan.embedding_rows
-            tokens = Reader([model.folder, base.folder], model.name, rows).read(examples)
-            streams = make_streams(tokens, count_batch(self.network.device))
-            if not self.predicts:
-                streams = [Stream(stream.batch, stream.tokens) for stream in streams]
-            participants.append(Participant(who, streams))
-            if who != BASE:
-                some = [streams[k] for k in choose_judged(streams)]
-                some = [Stream(each.batch, each.tokens, each.answers) for each in some]
-                watchers.append(Participant(BASE, some, watches=True))
-            if len(examples.entries) < FEW:
-                LOG.warning(
-                    f"{examples.name} has {len(examples.entries)} examples: with fewer than {FEW}, "
-                    "a merge is matched to little more than these"
-                )
-        return participants, watchers
+        rows = self.plan.embedding_rows
+        return {
+            who: Reader([model.folder, base.folder], model.name, rows).read(examples)
+            for who, model in [*enumerate(models), (BASE, base)]
+            if (examples := model.parts[0].examples)
+        }
 
-    def explain_left(self, parameter: str) -> str:
-        """Why a matrix is not to be matched, or ""."""
-        row = self.rows.get(self.names.find_tensor(parameter))
-        return explain_unmatched(row, parameter in self.tied, self.config)
+    def with_config(self, config: DareConfig) -> Self:
+        """The same models, to be merged otherwise."""
+        other = copy.copy(self)
+        other.plan = plan_merge(config, self.inputs)
+        other.config = other.plan.config
+        other.weights = Inputs(other.config, self.inputs, self.interrupts)
+        other.rows = {tensor.name: tensor for tensor in other.plan.tensors}
+        return other
+
+    def hold_out(self) -> tuple[dict[int, list[Tokens]], dict[int, list[Tokens]]]:
+        """Examples that match, and examples that judge."""
+        return split_examples(self.read_examples(), self.config.judged_share)
+
+    def name_examples(self, who: int) -> str:
+        base, *models = self.inputs
+        used = (base if who == BASE else models[who]).parts[0].examples
+        return used.name if used else ""
+
+    def make_streams(self, tokens: Sequence[Tokens]) -> list[Stream]:
+        return make_streams(tokens, count_batch(self.network.device))
+
+    def make_tests(
+        self, examples: Mapping[int, Sequence[Tokens]]
+    ) -> tuple[list[Test], list[JudgedFile]]:
+        """What models are judged by."""
+        if not self.predicts:
+            raise DareError(
+                f"examples can judge models that predict the next token, and {self.kind} does not",
+                "judge it by --evaluate of a sweep; in Python, dare_evaluate takes any module",
+            )
+        tests = []
+        files = []
+        for who, tokens in examples.items():
+            tests.append(Test(who, self.make_streams(tokens)))
+            judged = sum(max(0, len(each.ids) - each.answered) for each in tokens)
+            are_answers = any(each.answered > 1 for each in tokens)
+            files.append(JudgedFile(self.name_examples(who), len(tokens), judged, are_answers))
+        return tests, files
 
     def load(self, who: int, parameters: Sequence[str]) -> dict[str, Tensor]:
         tensors = self.weights.make(who, self.names.list_tensors(parameters))
+        return self._assemble(parameters, tensors)
+
+    def _assemble(
+        self, parameters: Sequence[str], tensors: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         found = self.names.assemble(parameters, tensors)
         return {name: each for name, each in found.items() if each.is_floating_point()}
 
-    def list_candidates(self) -> list[TensorPlan]:
-        """All that may be matched."""
-        names = [name for segment in self.network.segments for name in segment.matrices]
-        free = [name for name in dict.fromkeys(names) if not self.explain_left(name)]
-        return [self.rows[self.names.find_tensor(name)] for name in free]
+    def scale(
+        self, configs: Sequence[DareConfig], solved: Spool | None = None, keeps: bool = False
+    ) -> Make:
+        """Merges that differ in lambda alone, as they would be written. solved: of lambda 1, the
+        matrices that were matched; all else is added to it, if it keeps that.
+        """
+        tables = [
+            {row.name: row for row in plan_merge(config, self.inputs).tensors} for config in configs
+        ]
 
-    def estimate(self) -> PlannedMatch:
-        """What it takes, by the time of a product: forwards, sums and solutions."""
-        free = {row.name for row in self.list_candidates()}
-        tokens = sum(map(count_tokens, self.participants))
-        operations = 0
-        largest = 0
-        widest = 0
-        width = 0  # of the hidden states
-        for segment in self.network.segments:
-            names = map(self.names.find_tensor, segment.matrices)
-            sizes = [self.rows[name].base.shape for name in names if name in free]
-            width = width or min((min(shape) for shape in sizes), default=0)
-            entries = sum(rows * columns for rows, columns in sizes)
-            largest = max(largest, entries)
-            operations += FORWARDS * 2 * entries * tokens
-            for side in {columns for _, columns in sizes}:
-                operations += 2 * side**2 * tokens + side**3 // 3
-                widest = max(widest, side)
-        hidden = 2 * tokens * width
-        held = (len(self.participants) + 2) * largest + 2 * largest + 2 * widest**2 + hidden
-        rate = MatrixEngine(self.config.engine).measure_rate(self.plan.threads)
-        return PlannedMatch(
-            matrices=len(free),
-            examples=sum(len(e.entries) for m in self.inputs if (e := m.parts[0].examples)),
-            tokens=tokens,
-            memory=LIBRARY_BYTES + 4 * held,
-            seconds=operations / rate,
-        )
+        def make(parameters: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+            names = self.names.list_tensors(parameters)
+            known = {name for name in names if solved and name in solved.places}
+            base = self.weights.make(BASE, names)
+            start = self.weights.make(START, [name for name in names if name not in known])
+            if solved:
+                for name, each in start.items():
+                    if keeps and each.is_floating_point():
+                        solved.put(name, each)
+                start |= {name: solved.get(name) for name in known}
+            for rows in tables:
+                made = {name: mix(base[name], start[name], rows[name]) for name in names}
+                yield self._assemble(parameters, made)
 
-    def run(self) -> Made:
-        outputs = [name for row in self.list_candidates() for name in row.outputs]
-        if not outputs:
-            raise DareError("no matrix of the model can be matched", "merge without examples")
-        self.digests = dict.fromkeys(sorted(outputs), UNMATCHED)
-        self.plan = record_matched(self.plan, self.inputs, self.digests)
-        return publish(replace(self.order, plan=self.plan), self._make)
+        return make
 
-    def _make(self, output: Output) -> Made:
-        interrupts = self.order.interrupts
-        results: list[Matched] = []
-        outcomes: list[Outcome] = []
-        done: set[str] = set()
+    @contextmanager
+    def opened(self, examples: Mapping[int, Sequence[Tokens]]) -> Iterator[None]:
+        """While the module is called: by blocks, if it can be called so with one of these."""
+        [first, *_] = examples.values()
         with self.network.opened(), explain_memory():
-            self._try()
-            walk = Walk(
-                self.network,
-                self.load,
-                [*self.participants, *self.watchers],
-                ridge=self.config.match_ridge or RIDGE,
-                excluded=self.explain_left,
-                check=interrupts.check,
-            )
-            steps = len(self.network.segments)
-            with progress("matching", steps, self.config.verbose) as advance:
-                for result in walk.run():
-                    outcomes += self._write(result, output)
-                    done |= {self.names.find_tensor(name) for name in result.solved}
-                    result.solved = dict.fromkeys(result.solved, torch.empty(0))
-                    results.append(result)
-                    advance(1)
-        left = [tensor for tensor in self.plan.tensors if tensor.name not in done]
-        rest = replace(self.plan, tensors=tuple(left))
-        worker = open_worker(rest, self.inputs, interrupts)
-        outcomes += run_merge(rest, worker, output, interrupts)
-        plan = record_matched(self.plan, self.inputs, self.digests)
-        for number, file in enumerate(plan.files):
-            output.write_at(number, memoryview(file.header), 0)
-        report = self._report(results)
-        warnings = (*plan.warnings, *find_useless(report.losses))
-        return replace(plan, matching=report, warnings=warnings), outcomes
+            self._choose_way(self.make_streams(first[:1])[0].batch)
+            yield
 
-    def _try(self) -> None:
-        """Call the module with one example, to see how it can be walked."""
-        batch = self.participants[0].streams[0].batch
+    def _choose_way(self, batch: Mapping[str, Tensor]) -> None:
         try:
-            self.network.choose_way(self.load, {name: each[:1] for name, each in batch.items()})
+            self.network.choose_way(self.load, batch)
         except IndexError:
             raise DareError(
                 "an example has more tokens, or others, than the model can be called with",
@@ -339,102 +306,26 @@ class FileMatch:
                 "merge without examples; in Python, dare_match takes any module",
             ) from None
 
-    def _write(self, result: Matched, output: Output) -> list[Outcome]:
-        """Write what was solved of a segment, and note its digests."""
-        named = {self.names.find_tensor(name): each for name, each in result.solved.items()}
-        solved = SolvedModel(named)
-        number = len(self.inputs) - 1
-        rows = [place_solved(self.rows[name], solved, number) for name in named]
-        part = replace(self.plan, tensors=tuple(rows), seeds=(*self.plan.seeds, 0))
-        outcomes: list[Outcome] = []
 
-        def note(job: Job, outcome: Outcome | None) -> None:
-            if outcome:
-                outcomes.append(replace(outcome, tallies={}))
-
-        worker = open_worker(part, [*self.inputs, solved], self.order.interrupts)
-        run_rounds(part.rounds(), worker, output.write_at, note, self.order.interrupts)
-        for name in named:
-            for start, tallies in self.weights.found[name].items():
-                outcomes.append(Outcome(name, start, 0, tallies))
-        for row in rows:
-            for name, info in row.outputs.items():
-                place = worker.place_of(info)
-                self.digests[name] = digest_range(output.paths[info.file], place, info.nbytes)
-        return outcomes
-
-    def _report(self, results: Sequence[Matched]) -> MatchReport:
-        used = [model.parts[0].examples for model in (*self.inputs[1:], self.inputs[0])]
-        return replace(
-            summarize(results),
-            examples=tuple(len(each.entries) for each in used if each),
-            tokens=tuple(count_tokens(each) for each in self.participants),
-            losses=tuple(self._find_losses()),
-        )
-
-    def _find_losses(self) -> Iterator[AnswerLoss]:
-        factors = {row.settings.lambda_coeff for row in self.rows.values() if row.finetuned}
-        is_walked = factors == {1.0} and self.config.adapter_rank is None  # what is written
-        for participant, watcher in zip(self.participants, self.watchers, strict=False):
-            chosen = choose_judged(participant.streams)
-            base = watcher.mean_loss("own", range(len(chosen)))
-            own = participant.mean_loss("own", chosen)
-            merged = participant.mean_loss("merged", chosen)
-            if base is not None and own is not None:
-                name = self.plan.models[participant.who]
-                yield AnswerLoss(name, base, own, merged if is_walked else None)
+def mix(base: Tensor, start: Tensor, row: TensorPlan) -> Tensor:
+    """A tensor with its lambda, rounded as it is written."""
+    if not start.is_floating_point() or not row.finetuned:
+        return start
+    made = base.float() + row.settings.lambda_coeff * (start - base.float())
+    return made.to(STORED_TYPES.get(row.output.dtype, torch.float32)).float()
 
 
-def choose_judged(streams: Sequence[Stream]) -> range:
-    """The batches on which the base is judged, too: long examples and short ones."""
-    return range(0, len(streams), -(-len(streams) // JUDGED))
-
-
-def find_useless(losses: Sequence[AnswerLoss]) -> Iterator[str]:
-    for loss in losses:
-        if loss.own >= loss.base:
-            yield (
-                f"{loss.model} is no better than the base on the answers of its own examples, so "
-                "matching teaches the merge nothing of it: are the files in another order than "
-                "the models, or of another task?"
-            )
-
-
-def count_tokens(participant: Participant) -> int:
-    masks = [stream.tokens for stream in participant.streams]
-    return sum(int(mask.sum()) for mask in masks if mask is not None)
-
-
-def check_order(order: Order) -> None:
-    """Refuse what a matched merge cannot be."""
-    if order.inputs[0].heights[1]:
-        raise ConfigError(
-            "examples are read by the models' own tokenizers, and the output has other token ids",
-            "leave --tokenizer and --pad-vocabulary out",
-        )
-    if order.part:
-        raise ConfigError(
-            "--part divides a merge by files, and matching goes through the model in its order",
-            "merge on one machine, or without examples",
-        )
-    if order.resume:
-        raise ConfigError(
-            "a merge with examples cannot be continued: each matrix depends on those before it",
-            "leave --resume out",
-        )
-    rank = order.plan.config.adapter_rank
-    if rank == FULL or is_share(rank):
-        raise ConfigError(
-            f"adapter_rank {rank} is found from the models' changes, and matching changes them",
-            "give the rank as a number, like --adapter-rank 32",
-        )
-
-
-def estimate(plan: FilePlan, inputs: Sequence[Checkpoint]) -> PlannedMatch:
-    with Interrupts() as interrupts:
-        return FileMatch(Order(plan, inputs, interrupts)).estimate()
-
-
-def run(order: Order) -> Made:
-    """Merge, and match what the method gives."""
-    return FileMatch(order).run()
+def split_examples(
+    examples: Mapping[int, Sequence[Tokens]], share: float
+) -> tuple[dict[int, list[Tokens]], dict[int, list[Tokens]]]:
+    """What matches, and what is held out to judge; of each model at least one of both."""
+    used: dict[int, list[Tokens]] = {}
+    held: dict[int, list[Tokens]] = {}
+    for who, tokens in examples.items():
+        if len(tokens) < 2:
+            raise DareError("one example cannot be divided, to hold some out", "give more examples")
+        count = min(max(1, round(share * len(tokens))), len(tokens) - 1)
+        chosen = {*choose_some(len(tokens), count)}
+        used[who] = [each for k, each in enumerate(tokens) if k not in chosen]
+        held[who] = [tokens[k] for k in sorted(chosen)]
+    return used, held

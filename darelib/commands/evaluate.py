@@ -1,0 +1,118 @@
+"""`dare.py evaluate`: base, fine-tunes and merges, judged by examples of each skill."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from darelib.commands.options import SHARED, Flags, MergerClass, Options, make_merger, show
+from darelib.commands.report import Part, Report, Table
+from darelib.config import Group
+from darelib.core.text import ConfigError, printable, shorten_names
+from darelib.run import load_trials
+
+if TYPE_CHECKING:
+    from darelib.core.interrupts import Interrupts
+    from darelib.models.checkpoint import Checkpoint
+    from darelib.output.judged import JudgedFile, LambdaChoice, Score, Scores
+    from darelib.plan.plan import MergePlan
+
+OPTIONS: Final[Options] = {
+    **SHARED,
+    "--model": {
+        "metavar": "MODEL",
+        "nargs": "+",
+        "action": "extend",
+        "help": "models to judge (default: the merge that the settings describe)",
+        "group": Group.MODELS,
+    },
+}
+WORST: Final = "*"
+MERGE: Final = "the merge"
+
+
+@dataclass(frozen=True)
+class EvaluationReport(Report):
+    """How models do on each file of examples, beside the model whose examples these are. Prints as
+    a table.
+    """
+
+    ROWS: ClassVar = "models"
+    names: tuple[str, ...]  # the base, the fine-tunes, and what is judged beside them
+    merges: int  # how many are judged beside them
+    files: tuple[JudgedFile, ...]
+    scores: tuple[Scores, ...]  # by model and file
+    choice: LambdaChoice | None  # where examples have chosen lambda
+    remarks: tuple[str, ...]
+
+    def find_worst(self, scores: Scores) -> int:
+        """The file on which a model is furthest from its owner."""
+        return max(range(len(scores)), key=lambda k: scores[k].mean(scores[k].divergence))
+
+    def parts(self) -> list[Part]:
+        kinds = ["answers" if file.are_answers else "all tokens" for file in self.files]
+        titles = [f"{file.name} ({kind})" for file, kind in zip(self.files, kinds, strict=True)]
+        rows = [["", *map(printable, titles)]]
+        for name, scores in zip(self.names, self.scores, strict=True):
+            worst = self.find_worst(scores) if len(scores) > 1 else None
+            cells = [format_score(score, k == worst) for k, score in enumerate(scores)]
+            rows.append([printable(name), *cells])
+        lines = [
+            "(loss, bits a token; tokens whose likeliest successor is the fine-tune's; KL from the "
+            f"fine-tune, bits a token; {WORST}: a model's worst skill)",
+            *map(str, self.files),
+            *([str(self.choice)] if self.choice else []),
+            *self.remarks,
+        ]
+        return [Table(rows), "\n".join(map(printable, lines))]
+
+    def to_dict(self) -> dict[str, Any]:
+        names = [file.name for file in self.files]
+        models = [
+            {
+                "model": name,
+                "worst": names[self.find_worst(scores)],
+                "scores": [score.as_dict() for score in scores],
+            }
+            for name, scores in zip(self.names, self.scores, strict=True)
+        ]
+        return {
+            "files": [asdict(file) for file in self.files],
+            "models": models,
+            "choice": asdict(self.choice) if self.choice else None,
+            "remarks": list(self.remarks),
+        }
+
+
+def format_score(score: Score, is_worst: bool) -> str:
+    found = score.as_dict()
+    loss = "" if found["loss"] is None else f"{found['loss']:.4f}"
+    mark = WORST if is_worst and found["divergence"] else " "
+    return f"{loss} {found['agreement']:7.1%} {found['divergence']:8.4f}{mark}"
+
+
+def judge_models(
+    plan: MergePlan,
+    inputs: Sequence[Checkpoint],
+    others: Sequence[Checkpoint],
+    interrupts: Interrupts,
+) -> EvaluationReport:
+    """others: models to judge; none: the merge that the plan describes."""
+    if not any(model.parts[0].examples for model in inputs):
+        raise ConfigError("nothing judges the models", "give --examples FILE..., one for each")
+    found = load_trials().judge(plan, inputs, others, interrupts)
+    names = [model.name for model in (*inputs, *others)]
+    return EvaluationReport(
+        names=(*shorten_names(names), *(() if others else (MERGE,))),
+        merges=len(others) or 1,
+        files=found.files,
+        scores=found.scores,
+        choice=found.choice,
+        remarks=found.remarks,
+    )
+
+
+def run(flags: Flags, merger_class: MergerClass) -> None:
+    merger, _ = make_merger(flags, merger_class)
+    show(merger.evaluate(flags.get("model", ())), flags, True)

@@ -1,0 +1,159 @@
+"""Judging: models are called with examples block by block, and compared with the fine-tunes whose
+examples these are: how far what they expect next is from what the fine-tune expects, and from what
+the examples say.
+
+In memory at a time: a block of a model, and what the last block gives for each example.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from darelib.output.judged import Score, Scores
+from darelib.run.matching.network import (
+    Load,
+    Network,
+    Segment,
+    Weights,
+    first_tensor,
+    move,
+    put_aside,
+)
+from darelib.run.matching.walk import Stream, flatten
+
+# Of the lambdas that are tried: from far too small to far too large.
+LAMBDAS: Final = (0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.2, 1.5, 2.0, 2.5)
+ROWS: Final = 256  # tokens that are compared at a time: each has as many numbers as words
+# The weights of several models, one after the other, for some of the module's names.
+Make: TypeAlias = Callable[[Sequence[str]], Iterable[Weights]]
+Known: TypeAlias = list[list[Any]]  # what the last block gave, by file and batch
+
+
+class Test(NamedTuple):
+    """The examples of one model, or of the base, by which all are judged."""
+
+    who: int
+    streams: list[Stream]
+
+
+class Picked(NamedTuple):
+    """What a model expects, where it is judged."""
+
+    logits: Tensor  # by rows
+    wanted: Tensor | None  # the row's answer
+    owners: Tensor  # the row's example, by its place in the batch
+    examples: int
+
+
+class Judge:
+    def __init__(
+        self,
+        network: Network,
+        load: Load,
+        tests: Sequence[Test],
+        advance: Callable[[], None] = lambda: None,
+    ) -> None:
+        """advance: called for each segment of each model; it may raise what stops all."""
+        self.network = network
+        self.load = load
+        self.tests = tests
+        self.advance = advance
+        # What the fine-tunes themselves make of their examples.
+        self.own = [self._follow(self.only(test.who), [test]) for test in tests]
+
+    def only(self, who: int) -> Make:
+        return lambda names: [self.load(who, names)]
+
+    def score(self, make: Make) -> list[Scores]:
+        """The scores of models, by model and test."""
+        reached = self._follow(make, self.tests)
+        end = self.network.segments[-1]
+        found: list[Scores] = []
+        for k, weights in enumerate(make(end.parameters)):
+            known = reached[k] if reached else self._start(self.tests)
+            widened = self.network.widen(weights)
+            found.append([self._compare(end, widened, t, known[t]) for t in range(len(known))])
+            self.advance()
+        return found
+
+    @staticmethod
+    def _start(tests: Sequence[Test]) -> Known:
+        return [[None] * len(test.streams) for test in tests]
+
+    def _follow(self, make: Make, tests: Sequence[Test]) -> list[Known]:
+        """What the last block gives, by model. Nothing for a module that is one segment."""
+        reached: list[Known] = []
+        for segment in self.network.segments[:-1]:
+            for k, weights in enumerate(make(segment.parameters)):
+                if k == len(reached):
+                    reached.append(self._start(tests))
+                widened = self.network.widen(weights)
+                for test, known in zip(tests, reached[k], strict=True):
+                    for b, stream in enumerate(test.streams):
+                        known[b] = put_aside(self._call(segment, widened, stream, known[b]))
+                self.advance()
+        return reached
+
+    def _call(self, segment: Segment, weights: Weights, stream: Stream, known: Any) -> Any:
+        return self.network.call(segment, weights, stream.batch, move(known, self.network.device))
+
+    def _compare(self, end: Segment, weights: Weights, t: int, known: Sequence[Any]) -> Score:
+        """A model's score on the examples of a test. known: what its last block gave."""
+        test = self.tests[t]
+        own = self.network.take(self.load, test.who, end.parameters)
+        theirs = self.own[t][0][0] if self.own[t] else [None] * len(test.streams)
+        parts = [
+            compare_rows(
+                pick_rows(self._call(end, weights, stream, mine), stream),
+                pick_rows(self._call(end, own, stream, their), stream),
+            )
+            for stream, mine, their in zip(test.streams, known, theirs, strict=True)
+        ]
+        sums = [torch.cat(each).numpy() for each in zip(*parts, strict=True)]
+        tokens, loss, same, divergence = sums
+        is_judged = all(stream.answers is not None for stream in test.streams)
+        return Score(tokens, loss if is_judged else None, same, divergence)
+
+
+def pick_rows(output: Any, stream: Stream) -> Picked:
+    """Where a model is judged: before each answer's tokens, or wherever the output has a row."""
+    logits = output.logits if hasattr(output, "logits") else first_tensor(output)
+    count = len(logits)
+    if stream.answers is None:
+        owners = torch.arange(count).repeat_interleave(logits[0].numel() // logits.shape[-1])
+        rows = flatten(logits)
+        if stream.tokens is not None and stream.tokens.numel() == len(rows):
+            keep = stream.tokens.reshape(-1)
+            rows, owners = rows[keep.to(rows.device)], owners[keep]
+        return Picked(rows, None, owners, count)
+    chosen = stream.answers[:, 1:]
+    wanted = stream.batch["input_ids"][:, 1:][chosen]
+    rows = logits[:, :-1][chosen.to(logits.device)]
+    return Picked(rows, wanted.to(rows.device), chosen.nonzero()[:, 0], count)
+
+
+def compare_rows(mine: Picked, own: Picked) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """By example: tokens, and sums of the loss, of what is the same, and of the divergence."""
+    columns: tuple[list[Tensor], ...] = [], [], []
+    for start in range(0, len(mine.logits), ROWS):
+        part = slice(start, start + ROWS)
+        given, expected = (
+            nn.functional.log_softmax(each.logits[part].float(), -1) for each in (mine, own)
+        )
+        if mine.wanted is not None:
+            columns[0].append(-given.gather(-1, mine.wanted[part, None])[:, 0])
+        columns[1].append(given.argmax(-1) == expected.argmax(-1))
+        # What is impossible is no difference: there, 0 is multiplied by infinity.
+        columns[2].append((expected.exp() * (expected - given)).nan_to_num(0.0).sum(-1))
+    ones = torch.ones(len(mine.owners), dtype=torch.float64)
+    rows = [torch.cat(each).cpu().double() if each else 0 * ones for each in columns]
+    tokens, loss, same, divergence = (
+        torch.zeros(mine.examples, dtype=torch.float64).index_add_(0, mine.owners, each)
+        for each in (ones, *rows)
+    )
+    return tokens, loss / math.log(2), same, divergence / math.log(2)

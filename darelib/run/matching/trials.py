@@ -1,0 +1,148 @@
+"""Merges that are judged by examples, and not written: for evaluations and searches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from darelib.config import DareConfig
+from darelib.core.interrupts import Interrupts
+from darelib.core.text import LOG, shorten_names
+from darelib.models.checkpoint import Checkpoint
+from darelib.output.judged import (
+    Costs,
+    JudgedFile,
+    LambdaChoice,
+    Scores,
+    explain_best,
+    find_cost,
+    find_doubts,
+    list_costs,
+)
+from darelib.plan.plan import MergePlan, plan_merge
+from darelib.run.matching.judged_files import list_lambdas, open_judge
+from darelib.run.matching.judging import LAMBDAS, Judge
+from darelib.run.matching.language import Tokens
+from darelib.run.matching.matched_files import Matching, check_tokens
+from darelib.run.matching.model_files import ModelFiles, Spool
+from darelib.run.matching.network import BASE
+from darelib.run.matching.walk import start_from
+
+SPOOLED: Final = 8 << 30  # bytes of merges that a search keeps, to try them with other lambdas
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Of the base, the fine-tunes, and what is judged beside them."""
+
+    files: tuple[JudgedFile, ...]
+    scores: tuple[Scores, ...]
+    choice: LambdaChoice | None
+    remarks: tuple[str, ...]
+
+
+def judge(
+    plan: MergePlan,
+    inputs: Sequence[Checkpoint],
+    others: Sequence[Checkpoint],
+    interrupts: Interrupts,
+) -> Judgement:
+    """others: models that are judged; none: the merge that the plan describes."""
+    check_tokens(inputs)
+    models = ModelFiles(plan, inputs, interrupts, others)
+    is_divided = not others and (plan.config.matches or plan.config.is_auto)
+    used, held = models.hold_out() if is_divided else ({}, models.read_examples())
+    names = shorten_names([model.name for model in others])
+    own = [BASE, *range(len(inputs) - 1 + len(others))]
+    configs = [] if others else list_lambdas(plan.config)
+    with models.opened(held), closing(Spool()) as spool:
+        if configs and plan.config.matches:
+            Matching(models, used).spool(spool)
+        with open_judge(models, held, len(own) + len(configs)) as (each, files):
+            scores = [each.score(each.only(who))[0] for who in own]
+            tried = each.score(models.scale(configs, spool)) if configs else []
+    skills = count_skills(held)
+    choice = None
+    if plan.config.is_auto and configs:
+        choice = LambdaChoice.of(LAMBDAS, [row[:skills] for row in tried], files[:skills])
+        tried = [tried[LAMBDAS.index(choice.chosen)]]
+    judged = [list_costs(row[:skills], files[:skills]) for row in scores[len(inputs) :]]
+    remarks = [*find_doubts(files), *explain_best(names, judged)]
+    if configs and plan.config.adapter_rank is not None:
+        remarks.append("the merge is judged in full, not as an adapter of some rank: judge that "
+                       "by --model once it is written")  # fmt: skip
+    return Judgement(tuple(files), (*scores, *tried), choice, tuple(remarks))
+
+
+def count_skills(examples: Mapping[int, Sequence[Tokens]]) -> int:
+    """Files of examples of the models: those of the base come last."""
+    return sum(who != BASE for who in examples)
+
+
+class Trials:
+    """Merges of the same models with other settings."""
+
+    def __init__(
+        self,
+        models: ModelFiles,
+        used: Mapping[int, Sequence[Tokens]],
+        judge: Judge,
+        files: Sequence[JudgedFile],
+        folder: Path,
+    ) -> None:
+        self.models = models
+        self.used = used
+        self.judge = judge
+        self.files = files
+        self.folder = folder
+        # What merges are with lambda 1, by all else that they depend on; the latest last.
+        self._spools: dict[str, Spool] = {}
+        self.merges = 0
+
+    def score(self, config: DareConfig | None) -> Costs:
+        """By file. None: of the base."""
+        if config is None:
+            [scores] = self.judge.score(self.judge.only(BASE))
+            return list_costs(scores, self.files)
+        models = self.models.with_config(config)
+        make = models.scale(list_lambdas(config), self._find_spool(models), keeps=True)
+        costs = [list_costs(scores, self.files) for scores in self.judge.score(make)]
+        return min(costs, key=find_cost)
+
+    def _find_spool(self, models: ModelFiles) -> Spool:
+        key = repr(start_from(models.config))
+        spool = self._spools.pop(key, None)
+        if spool is None:
+            self.merges += 1
+            spool = Spool(self.folder)
+            if models.config.matches:
+                Matching(models, self.used).spool(spool)
+        self._spools[key] = spool
+        while len(self._spools) > 1 and sum(s.size for s in self._spools.values()) > SPOOLED:
+            self._spools.pop(next(iter(self._spools))).close()
+        return spool
+
+    def close(self) -> None:
+        for spool in self._spools.values():
+            spool.close()
+
+
+@contextmanager
+def open_trials(
+    config: DareConfig, inputs: Sequence[Checkpoint], interrupts: Interrupts, folder: Path
+) -> Iterator[Trials]:
+    """folder: where merges are kept while they are tried, in files without a name."""
+    check_tokens(inputs)
+    plan = plan_merge(replace(config, lambda_coeff=1.0), inputs)
+    models = ModelFiles(plan, inputs, interrupts)
+    used, held = models.hold_out() if config.matches else ({}, models.read_examples())
+    skills = {who: tokens for who, tokens in held.items() if who != BASE}
+    with ExitStack() as opened:
+        opened.enter_context(models.opened(skills))
+        judge, files = opened.enter_context(open_judge(models, skills, 1))
+        for doubt in find_doubts(files):
+            LOG.warning(doubt)
+        yield opened.enter_context(closing(Trials(models, used, judge, files, folder)))

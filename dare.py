@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AnalysisReport", "ConfigError", "DareConfig", "DareError", "DareMerger", "Estimate",
     "EvaluationReport", "MergeReport", "ModelReport", "Plan", "Rule", "SweepReport", "VerifyReport",
-    "dare_drop", "dare_match", "dare_merge", "dare_sparsify", "dare_sweep",
+    "dare_drop", "dare_evaluate", "dare_match", "dare_merge", "dare_sparsify", "dare_sweep",
     "plot_analysis", "plot_sweep",
 ]  # fmt: skip
 
@@ -239,7 +239,7 @@ class DareMerger:
 
     def sweep(
         self,
-        evaluate: Callable[..., Any] | str,
+        evaluate: Callable[..., Any] | str | None,
         space: Mapping[str, Any],
         *,
         model: torch.nn.Module | None = None,
@@ -251,7 +251,8 @@ class DareMerger:
     ) -> SweepReport:
         """Search for the settings whose merge scores best; all others are as in the config.
 
-        evaluate: a function, file.py:function, or a command with {model} in it. It is given the
+        evaluate: a function, file.py:function, or a command with {model} in it; None: the examples
+        judge, by the loss on answers, or the distance from the fine-tune. A function is given the
         path of a merged model, which is written in folder, over the one before unless keep_models;
         in_memory, a state dict; or the live model, into whose tensors it was merged, and which
         holds the winner in the end. space: as under [sweep] in TOML. options: trials, search,
@@ -356,6 +357,28 @@ def dare_match(
     return load_states().match_tensors(
         model, base, finetuned, batches, check_config(config), base_batches, out
     )
+
+
+def dare_evaluate(
+    model: torch.nn.Module,
+    base: Mapping[str, torch.Tensor],
+    finetuned: Sequence[Mapping[str, torch.Tensor]],
+    batches: Sequence[Iterable[Any]],
+    merges: Sequence[Mapping[str, torch.Tensor]] = (),
+    *,
+    base_batches: Iterable[Any] | None = None,
+) -> EvaluationReport:
+    """Judge the base, the fine-tunes and merges: on each fine-tune's batches, how often the
+    likeliest answer is the fine-tune's, and how far what is expected is from it (KL).
+
+    batches: as dare_match has them. The model's output is logits.
+    """
+    from darelib.commands.evaluate import report_evaluation
+
+    judged = load_states().judge_tensors(model, base, finetuned, batches, merges, base_batches)
+    own = [f"model {k}" for k in range(len(finetuned))]
+    names = ["base", *own, *(f"merge {k}" for k in range(len(merges)))]
+    return report_evaluation(names, judged)
 
 
 def dare_sweep(

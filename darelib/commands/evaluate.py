@@ -15,7 +15,7 @@ from darelib.run import load_trials
 if TYPE_CHECKING:
     from darelib.core.interrupts import Interrupts
     from darelib.models.checkpoint import Checkpoint
-    from darelib.output.judged import JudgedFile, LambdaChoice, Score, Scores
+    from darelib.output.judged import JudgedFile, Judgement, LambdaChoice, Score, Scores
     from darelib.plan.plan import MergePlan
 
 OPTIONS: Final[Options] = {
@@ -40,7 +40,6 @@ class EvaluationReport(Report):
 
     ROWS: ClassVar = "models"
     names: tuple[str, ...]  # the base, the fine-tunes, and what is judged beside them
-    merges: int  # how many are judged beside them
     files: tuple[JudgedFile, ...]
     scores: tuple[Scores, ...]  # by model and file
     choice: LambdaChoice | None  # where examples have chosen lambda
@@ -102,10 +101,13 @@ def judge_models(
     if not any(model.parts[0].examples for model in inputs):
         raise ConfigError("nothing judges the models", "give --examples FILE..., one for each")
     found = load_trials().judge(plan, inputs, others, interrupts)
-    names = [model.name for model in (*inputs, *others)]
+    names = shorten_names([model.name for model in (*inputs, *others)])
+    return report_evaluation([*names, *([] if others else [MERGE])], found)
+
+
+def report_evaluation(names: Sequence[str], found: Judgement) -> EvaluationReport:
     return EvaluationReport(
-        names=(*shorten_names(names), *(() if others else (MERGE,))),
-        merges=len(others) or 1,
+        names=tuple(names),
         files=found.files,
         scores=found.scores,
         choice=found.choice,

@@ -40,6 +40,7 @@ SHORT_NAMES: Final = {
     "--verbose": ("-v",),
     "--quiet": ("-q",),
     "--help": ("-h",),
+    "--objectives": ("--objective",),
 }
 # What every command takes.
 COMMON: Final[Options] = {

@@ -296,6 +296,7 @@ class DareConfig(Settings):
         constant(above(0)),
         "small follows the examples, large keeps what the method gives (default 0.05)",
         Group.EXAMPLES,
+        searched=True,
     )
     held_out: float | None = setting(
         constant(number(" above 0 and below 1", lambda share: 0 < share < 1)),
@@ -493,7 +494,7 @@ class DareConfig(Settings):
                 "lambda auto is chosen by examples, and there are none",
                 "give --examples FILE..., one for each model, or a number",
             )
-        if are_there and not self.matches and not self.is_auto:
+        if are_there and not self.needs_examples:
             raise ConfigError(
                 "nothing is matched with the examples, and no lambda is chosen by them",
                 "leave --examples out, or give --lambda auto",
@@ -509,6 +510,11 @@ class DareConfig(Settings):
         return self.matched is not False or any(rule.matched for rule in self.typed_rules)
 
     @property
+    def needs_examples(self) -> bool:
+        """Whether examples, where there are some, are for anything."""
+        return self.matches or self.is_auto
+
+    @property
     def judged_share(self) -> float:
         """Of the examples, where something is judged by them."""
         return self.held_out or HELD_OUT
@@ -517,12 +523,16 @@ class DareConfig(Settings):
         """The same with the lambda that examples have chosen. Where they are for nothing else, no
         setting of theirs is left.
         """
+        settled = replace(self, lambda_coeff=factor)
         if self.matches:
-            return replace(self, lambda_coeff=factor, held_out=self.judged_share)
+            return replace(settled, held_out=self.judged_share)
+        return settled.without_examples()
+
+    def without_examples(self) -> Self:
         own = [name for name, row in SETTINGS.items() if row.group == Group.EXAMPLES]
         rules = [rule.without(own, self.method) for rule in self.typed_rules]
         nothing: dict[str, Any] = dict.fromkeys(own)
-        return replace(self, lambda_coeff=factor, rules=rules, **nothing)
+        return replace(self, rules=rules, **nothing)
 
     def resolve_all(self, count: int) -> list[TensorSettings]:
         """The settings of all rules, and of no rule, wherever the lines of gradients meet."""
@@ -595,11 +605,9 @@ class DareConfig(Settings):
 
 
 SETTINGS: Final = list_rows(DareConfig)
-# What a search may choose. It knows of no examples, and without them their settings mean nothing.
+# What a search may choose.
 SWEEP_SETTINGS: Final = tuple(
-    name
-    for name, row in SETTINGS.items()
-    if (row.searched or name in RULE_SETTINGS) and row.group is not Group.EXAMPLES
+    name for name, row in SETTINGS.items() if row.searched or name in RULE_SETTINGS
 )
 PER_MODEL: Final = tuple(name for name, row in SETTINGS.items() if row.check.per_model)
 # What says how a tensor is merged.

@@ -66,10 +66,15 @@ def stop_on_signals() -> Iterator[list[int]]:
 
 
 class Interrupts:
-    """Holds SIGINT and SIGTERM back, so that nothing is torn in two; check() lets one through."""
+    """Holds SIGINT and SIGTERM back, so that nothing is torn in two; check() lets one through.
+
+    Before it is entered, it holds nothing back.
+    """
+
+    def __init__(self) -> None:
+        self._caught: list[tuple[int, FrameType | None]] = []
 
     def __enter__(self) -> Self:
-        self._caught: list[tuple[int, FrameType | None]] = []
         is_main = threading.current_thread() is threading.main_thread()  # no other gets signals
         numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
         handlers: dict[int, Any] = {number: signal.getsignal(number) for number in numbers}

@@ -5,11 +5,12 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from darelib.core.text import ConfigError, DareError, as_text, count_of
 from darelib.models.tensorfile import explain_os_error, file_sha256
 
+T = TypeVar("T")
 CHOICE: Final = 42  # the seed that chooses, where there are more than are used
 MAX_LINE: Final = 1 << 24  # bytes: far more than any example has
 FORMS: Final = (
@@ -117,6 +118,18 @@ def choose_some(all_of: int, count: int) -> list[int]:
     import random  # --help starts sooner
 
     return sorted(random.Random(CHOICE).sample(range(all_of), count))
+
+
+def divide(whole: Sequence[T], share: float) -> tuple[list[T], list[T]]:
+    """What is used, and a share that is held out; at least one of each."""
+    if len(whole) < 2:
+        raise DareError(
+            "one example, or batch, cannot be divided to hold some out", "give more of them"
+        )
+    count = min(max(1, round(share * len(whole))), len(whole) - 1)
+    held = choose_some(len(whole), count)
+    used = sorted({*range(len(whole))} - {*held})
+    return [whole[k] for k in used], [whole[k] for k in held]
 
 
 def read_lines(path: Path) -> Iterator[Mapping[str, Any]]:

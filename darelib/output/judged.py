@@ -155,3 +155,13 @@ class LambdaChoice:
         if self.rivals:
             line += f"; it cannot be told apart from {', '.join(f'{k:g}' for k in self.rivals)}"
         return line
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Of the base, the fine-tunes, and what is judged beside them."""
+
+    files: tuple[JudgedFile, ...]
+    scores: tuple[Scores, ...]
+    choice: LambdaChoice | None
+    remarks: tuple[str, ...]

@@ -64,6 +64,7 @@ def merge_tensors(
     if not isinstance(finetuned, Sequence) or isinstance(finetuned, str):
         raise ConfigError("finetuned must be a list of state dicts", "put it in brackets")
     config.check_models(len(finetuned))
+    config.check_examples(False)
     for name in ("adapter_rank", "part_of", "pad_vocabulary"):
         if getattr(config, name) is not None:
             raise ConfigError(f"{name} is for files", "leave it out, or use DareMerger")

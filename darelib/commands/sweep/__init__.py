@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -37,7 +38,7 @@ OPTIONS: Final[Options] = {
     "--evaluate": {
         "metavar": "WHAT",
         "help": "a command with {model} in it, which prints a score or JSON last, or "
-        "file.py:function",
+        "file.py:function (default: the examples judge)",
     },
     "--vary": {
         "metavar": "AXIS",
@@ -50,10 +51,12 @@ OPTIONS: Final[Options] = {
         "help": "in all, earlier runs included (default 30; a grid: all of it)",
     },
     "--search": {"metavar": "HOW", "help": "tpe (default), grid or random"},
-    "--objective": {
+    "--objectives": {
+        "dest": "objectives",
         "metavar": "NAME:max",
         "nargs": "+",
-        "help": "scores by name, :max or :min (default score:max)",
+        "help": "scores by name, :max or :min (default score:max); each: one for each file of "
+        "examples",
     },
     "--timeout": {
         "metavar": "S",
@@ -87,7 +90,7 @@ OPTIONS: Final[Options] = {
     },
     **SHARED,
 }
-SEARCH_OPTIONS: Final = ("trials", "search", "study", "timeout")
+SEARCH_OPTIONS: Final = ("trials", "search", "objectives", "study", "timeout")
 
 
 def run(flags: Flags, merger_class: MergerClass) -> None:
@@ -97,10 +100,6 @@ def run(flags: Flags, merger_class: MergerClass) -> None:
     from darelib.requests.request import parse_axes
 
     merger, request = make_merger(flags, merger_class)
-    if "evaluate" not in flags:
-        raise ConfigError(
-            "nothing scores the models", "give --evaluate 'COMMAND {model}' or file.py:function"
-        )
     storage, winner, may_replace, folder = find_places(flags)
     plot = flags.get("plot")
     check_places(merger.sources, plot, winner, may_replace)
@@ -108,12 +107,11 @@ def run(flags: Flags, merger_class: MergerClass) -> None:
     merger = merger_for(request, merger_class)
     try:
         report = merger.sweep(
-            flags["evaluate"],
+            flags.get("evaluate"),
             {**request.sweep, **parse_axes(flags.get("vary", ()))},
             in_memory="in_memory" in flags,
             folder=folder,
             keep_models="keep_models" in flags,
-            objectives=flags.get("objective", ["score:max"]),
             storage=storage,
             **{name: flags[name] for name in SEARCH_OPTIONS if name in flags},
         )
@@ -159,6 +157,9 @@ def write_winner(report: SweepReport, request: Request, path: Path) -> None:
     from darelib.requests.configfile import format_settings, write_config
 
     config = report.winner.config
+    if not config.needs_examples:  # a plain average
+        config = config.without_examples()
+        request = replace(request, examples=(), base_examples=None)
     dare: dict[str, Any] = config.recipe_settings()
     # Beside what tensors depend on, which the search has chosen.
     others = (Decides.FILES, Decides.WARNINGS)

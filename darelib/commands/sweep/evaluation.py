@@ -78,7 +78,7 @@ def read_scores(given: Any, objectives: Sequence[Objective]) -> list[float]:
         if objective.name not in given:
             raise EvaluationFailed(
                 f"it gives no score {objective.name!r}, but "
-                f"{list_names(list(map(str, given))) or 'nothing'}; --objective NAME:max names "
+                f"{list_names(list(map(str, given))) or 'nothing'}; --objectives NAME:max names "
                 "another"
             )
         value = given[objective.name]

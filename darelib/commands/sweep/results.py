@@ -76,6 +76,7 @@ class SweepReport(Report):
     trials: Sequence[Any] = field(repr=False)  # Optuna's, for its pictures
     averages: list[Row] = field(default_factory=list)  # the plain average, by lambda
     ends: list[str] = field(default_factory=list)  # the ranges at whose ends the best is
+    rivals: list[int] = field(default_factory=list)  # trials that are no worse, so far as is known
     seconds: float = 0.0
     study: str = ""
 
@@ -163,6 +164,10 @@ class SweepReport(Report):
     @property
     def remarks(self) -> list[str]:
         remarks = [self.verdict, *self.ends]
+        if self.rivals:
+            named = ", ".join(map(str, self.rivals[:SHOWN]))
+            remarks.append(f"On these examples, trial {self.best.number} cannot be told apart from "
+                           f"{count_of(len(self.rivals), 'other')} ({named}).")  # fmt: skip
         if self.failures:
             many = count_of(len(self.failures), "trial")
             number, why = self.failures[0]

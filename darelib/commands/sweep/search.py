@@ -22,6 +22,7 @@ from darelib.core.interrupts import Interrupts
 from darelib.core.text import LOG, ConfigError, DareError, InputChanged, clip, duration, nearest
 
 FACTS: Final = "what scores depend on"
+COSTS: Final = "costs by example"  # of a trial that is judged by examples
 BASE: Final = "base"  # beside the trials, what the base scores
 # Makes the model of a configuration (None: the base), which may be kept by a name, and evaluates it
 # for a trial. What it gives is as yet unread.
@@ -321,9 +322,24 @@ class Search:
         return dataclasses.replace(
             report,
             averages=self._score_averages(report.best.config),
+            rivals=self._find_rivals(report),
             ends=self.space.find_ends(report.best.params),
             seconds=time.perf_counter() - self.started,
         )
+
+    def _find_rivals(self, report: SweepReport) -> list[int]:
+        """Trials that differ from the best by less than the error of what judges them."""
+        known = {t.number: t.user_attrs.get(COSTS) for t in report.trials}
+        numbers = [row.number for row in report.rows if row.number and known[row.number]]
+        best = report.best.number
+        if len(self.options.objectives) > 1 or best not in numbers:
+            return []
+        import numpy as np
+
+        from darelib.output.judged import find_rivals
+
+        costs = [[(np.array(a), np.array(b)) for a, b in known[number]] for number in numbers]
+        return [numbers[k] for k in find_rivals(costs, numbers.index(best))]
 
     def _score_averages(self, best: DareConfig) -> list[Row]:
         """The plain average with lambdas from the same range, and as long as the best merge."""

@@ -150,9 +150,16 @@ Axes = dict[str, Axis | tuple[Axis, ...]]  # by setting; several: one for each m
 class Space:
     """The settings that a search chooses, on top of a configuration."""
 
-    def __init__(self, table: Settings, config: DareConfig, models: Sequence[str]) -> None:
-        """models: what they are called, no two alike."""
+    def __init__(
+        self,
+        table: Settings,
+        config: DareConfig,
+        models: Sequence[str],
+        has_examples: bool = False,
+    ) -> None:
+        """models: what they are called, no two alike. has_examples: whether merges are matched."""
         self.config = config
+        self.has_examples = has_examples
         self.models = models
         self.count = len(models)
         self.fixed = {name: getattr(config, name) for name in SWEEP_SETTINGS}
@@ -184,6 +191,8 @@ class Space:
                 )
 
     def _parse_table(self, table: Settings, known: tuple[str, ...], where: str) -> Axes:
+        if not self.has_examples:
+            known = tuple(n for n in known if SETTINGS[n].group is not Group.EXAMPLES)
         for name in table:
             if name == "seed":
                 raise ConfigError(
@@ -261,6 +270,8 @@ class Space:
         return chosen
 
     def _matters(self, name: str, settings: Settings) -> bool:
+        if SETTINGS[name].group is Group.EXAMPLES:
+            return self.has_examples and (name == "matched" or settings["matched"] is not False)
         method = METHODS[settings["method"]]
         drops = set(list_numbers(settings["drop"]))
         if name in METHOD_SETTINGS and name not in method.settings:
@@ -318,13 +329,15 @@ class Space:
         return list(found.values())
 
     def plain_average(self, scale: float) -> DareConfig:
-        """Nothing dropped, nothing weighed; rules keep their lambda, such as 0 for some parts."""
+        """Nothing dropped, weighed or matched; rules keep their lambda, such as 0 for parts."""
         plain = vars(DareConfig(method=DEFAULT, drop_rate=0.0, lambda_coeff=scale))
         plain = {name: plain[name] for name in SWEEP_SETTINGS if name not in ("dtype", "mismatch")}
         rules = [
             Rule(rule.match, drop_rate=0.0, lambda_coeff=rule.lambda_coeff)
             for rule in self.config.typed_rules
         ]
+        if self.has_examples:
+            plain["matched"] = False
         return dataclasses.replace(self.config, **plain, rules=rules)
 
     def _list_axes(self) -> Iterator[tuple[str, Axis]]:

@@ -6,26 +6,29 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from darelib.commands.options import Merger
 from darelib.commands.sweep.evaluation import Evaluate, ShellCommand, find_evaluation
 from darelib.commands.sweep.results import SweepReport
-from darelib.commands.sweep.search import Options, Score, Search
+from darelib.commands.sweep.search import COSTS, Options, Score, Search
 from darelib.commands.sweep.space import Space
 from darelib.config import DareConfig
+from darelib.core.interrupts import Interrupts
 from darelib.core.text import ConfigError, DareError, install_hint, printable, shorten_names
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.inputs import check_unchanged
 from darelib.models.source import download
 from darelib.output.new_files import make_scratch
 from darelib.requests.configfile import pin_tokenizer
-from darelib.run import load_in_memory
+from darelib.run import load_in_memory, load_trials
+
+EXAMPLES: Final = "examples"  # that judge, in place of an evaluation
 
 
 def sweep_models(
     merger: Merger,
-    evaluate: Callable[..., Any] | str,
+    evaluate: Callable[..., Any] | str | None,
     space: Mapping[str, Any],
     *,
     model: Any,
@@ -36,19 +39,31 @@ def sweep_models(
     options: Mapping[str, Any],
 ) -> SweepReport:
     """What DareMerger.sweep does."""
-    score, name = find_evaluation(evaluate, timeout)
-    how = Options.of(**options)
+    score, name = find_evaluation(evaluate, timeout) if evaluate is not None else (None, EXAMPLES)
+    own = {} if score else {"objectives": ["score:min"]}
+    if score is None:
+        skills = list_skills(merger)
+        check_judged(merger, in_memory or model is not None, keep_models, timeout)
+        if options.get("objectives") == ["each"]:
+            options = {**options, "objectives": [f"{skill}:min" for skill in skills]}
+    how = Options.of(**{**own, **options})
     if merger.examples and (in_memory or model is not None):
         raise ConfigError(
             "in memory, a search merges without examples",
             "search in files, or leave the examples out",
         )
     quiet = dataclasses.replace(merger.config, verbose=False)
-    choices = Space(space, quiet, name_models([model.name for model in merger.models]))
+    if score is None and quiet.matches:  # what is written is what is scored
+        quiet = dataclasses.replace(quiet, held_out=quiet.judged_share)
+    names = name_models([model.name for model in merger.models])
+    choices = Space(space, quiet, names, bool(merger.examples))
     merger = pin_sources(merger)
     with merger.open_inputs() as inputs:
         template = merger.chat_template and merger.chat_template.name
         facts = [merger.tokenizer.name, template, *(each.fingerprint for each in inputs)]
+        if score is None:
+            with judge_by_examples(quiet, inputs, folder, skills) as judged:
+                return Search(choices, judged, how, name, facts).run()
         if model is None and not in_memory:
             with prepare_folder(folder, keep_models) as place:
                 in_files = merge_in_files(merger, inputs, quiet, score, place, keep_models)
@@ -57,6 +72,45 @@ def sweep_models(
             raise ConfigError("in memory there are no models to keep", "leave one of the two out")
         base, *finetuned = load_states(inputs, model)
         return search_in_memory(base, finetuned, score, choices, how, model, name, facts)
+
+
+def list_skills(merger: Merger) -> list[str]:
+    """What the score of each file of examples is called."""
+    _, *files = merger.examples or (None,)
+    return name_models([file.stem for file in files if file])
+
+
+def check_judged(merger: Merger, is_in_memory: bool, keep: bool, timeout: float | None) -> None:
+    """Refuse what goes with an evaluation only."""
+    if not merger.examples:
+        raise ConfigError(
+            "nothing scores the models",
+            "give --examples FILE..., one for each, or --evaluate 'COMMAND {model}'",
+        )
+    given = {"--in-memory": is_in_memory, "--keep-models": keep, "--timeout": timeout is not None}
+    if odd := next((flag for flag, is_there in given.items() if is_there), None):
+        raise ConfigError(
+            f"{odd} means nothing where examples judge the merges",
+            "leave it out, or give --evaluate",
+        )
+
+
+@contextmanager
+def judge_by_examples(
+    config: DareConfig, inputs: Sequence[Checkpoint], folder: Path, skills: Sequence[str]
+) -> Iterator[Score]:
+    """Merges are judged as they are made, and never written."""
+    from darelib.output.judged import find_cost, find_means
+
+    with load_trials().open_trials(config, inputs, Interrupts(), folder) as trials:
+
+        def score(config: DareConfig | None, trial: Any, _: str) -> Any:
+            check_unchanged(inputs)
+            costs = trials.score(config)
+            trial.set_user_attr(COSTS, [[sums.tolist(), each.tolist()] for sums, each in costs])
+            return {"score": find_cost(costs), **dict(zip(skills, find_means(costs), strict=True))}
+
+        yield score
 
 
 def name_models(names: Sequence[str]) -> list[str]:
@@ -114,6 +168,9 @@ def merge_in_files(
     def configure(config: DareConfig) -> Merger:
         other = copy.copy(merger)
         other.config = config
+        if not config.needs_examples:  # as the plain average
+            other.config = config.without_examples()
+            other.examples = ()
         return other
 
     def score(config: DareConfig | None, trial: Any, name: str) -> Any:

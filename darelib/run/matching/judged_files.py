@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
-from darelib.config import DareConfig
 from darelib.core.text import progress
 from darelib.output.judged import JudgedFile, LambdaChoice
-from darelib.run.matching.judging import LAMBDAS, Judge
+from darelib.run.matching.judging import LAMBDAS, Judge, list_lambdas
 from darelib.run.matching.language import Tokens
 from darelib.run.matching.model_files import ModelFiles, Spool
 from darelib.run.matching.network import BASE
@@ -29,11 +27,6 @@ def open_judge(
             advance(1)
 
         yield Judge(models.network, models.load, tests, step), files
-
-
-def list_lambdas(config: DareConfig) -> list[DareConfig]:
-    """The merges among which examples choose; one alone has a lambda of its own."""
-    return [replace(config, lambda_coeff=k) for k in LAMBDAS] if config.is_auto else [config]
 
 
 def choose_lambda(

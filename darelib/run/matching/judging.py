@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from darelib.config import DareConfig
 from darelib.output.judged import Score, Scores
 from darelib.run.matching.network import (
     Load,
@@ -118,6 +120,11 @@ class Judge:
         tokens, loss, same, divergence = sums
         is_judged = all(stream.answers is not None for stream in test.streams)
         return Score(tokens, loss if is_judged else None, same, divergence)
+
+
+def list_lambdas(config: DareConfig) -> list[DareConfig]:
+    """The merges among which examples choose; one alone has a lambda of its own."""
+    return [replace(config, lambda_coeff=k) for k in LAMBDAS] if config.is_auto else [config]
 
 
 def pick_rows(output: Any, stream: Stream) -> Picked:

@@ -27,7 +27,7 @@ from darelib.core.text import DareError
 from darelib.methods.passthrough import PASSTHROUGH
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.encodings import PLAIN, TensorInfo
-from darelib.models.examples import choose_some
+from darelib.models.examples import divide
 from darelib.output.judged import JudgedFile
 from darelib.plan.plan import Job, MergePlan, plan_merge
 from darelib.plan.tensorplan import TensorPlan, assign_offsets
@@ -220,7 +220,10 @@ class ModelFiles:
 
     def hold_out(self) -> tuple[dict[int, list[Tokens]], dict[int, list[Tokens]]]:
         """Examples that match, and examples that judge."""
-        return split_examples(self.read_examples(), self.config.judged_share)
+        examples = self.read_examples().items()
+        parts = {who: divide(tokens, self.config.judged_share) for who, tokens in examples}
+        used = {who: own for who, (own, _) in parts.items()}
+        return used, {who: held for who, (_, held) in parts.items()}
 
     def name_examples(self, who: int) -> str:
         base, *models = self.inputs
@@ -313,19 +316,3 @@ def mix(base: Tensor, start: Tensor, row: TensorPlan) -> Tensor:
         return start
     made = base.float() + row.settings.lambda_coeff * (start - base.float())
     return made.to(STORED_TYPES.get(row.output.dtype, torch.float32)).float()
-
-
-def split_examples(
-    examples: Mapping[int, Sequence[Tokens]], share: float
-) -> tuple[dict[int, list[Tokens]], dict[int, list[Tokens]]]:
-    """What matches, and what is held out to judge; of each model at least one of both."""
-    used: dict[int, list[Tokens]] = {}
-    held: dict[int, list[Tokens]] = {}
-    for who, tokens in examples.items():
-        if len(tokens) < 2:
-            raise DareError("one example cannot be divided, to hold some out", "give more examples")
-        count = min(max(1, round(share * len(tokens))), len(tokens) - 1)
-        chosen = {*choose_some(len(tokens), count)}
-        used[who] = [each for k, each in enumerate(tokens) if k not in chosen]
-        held[who] = [tokens[k] for k in sorted(chosen)]
-    return used, held

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -15,16 +15,16 @@ from darelib.models.checkpoint import Checkpoint
 from darelib.output.judged import (
     Costs,
     JudgedFile,
+    Judgement,
     LambdaChoice,
-    Scores,
     explain_best,
     find_cost,
     find_doubts,
     list_costs,
 )
 from darelib.plan.plan import MergePlan, plan_merge
-from darelib.run.matching.judged_files import list_lambdas, open_judge
-from darelib.run.matching.judging import LAMBDAS, Judge
+from darelib.run.matching.judged_files import open_judge
+from darelib.run.matching.judging import LAMBDAS, Judge, list_lambdas
 from darelib.run.matching.language import Tokens
 from darelib.run.matching.matched_files import Matching, check_tokens
 from darelib.run.matching.model_files import ModelFiles, Spool
@@ -32,16 +32,6 @@ from darelib.run.matching.network import BASE
 from darelib.run.matching.walk import start_from
 
 SPOOLED: Final = 8 << 30  # bytes of merges that a search keeps, to try them with other lambdas
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """Of the base, the fine-tunes, and what is judged beside them."""
-
-    files: tuple[JudgedFile, ...]
-    scores: tuple[Scores, ...]
-    choice: LambdaChoice | None
-    remarks: tuple[str, ...]
 
 
 def judge(

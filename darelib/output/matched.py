@@ -26,7 +26,7 @@ class BlockMatch:
 
 @dataclass(frozen=True)
 class AnswerLoss:
-    """What is lost on the answers of a model's examples, or of some of them."""
+    """The loss on the answers of a model's examples, or of some of them, in bits a token."""
 
     model: str
     base: float
@@ -36,7 +36,7 @@ class AnswerLoss:
     def __str__(self) -> str:
         words = f"base {self.base:.3f}, own {self.own:.3f}"
         words += "" if self.merged is None else f", merged {self.merged:.3f}"
-        return f"loss on the answers of {printable(self.model)}: {words}"
+        return f"loss on the answers of {printable(self.model)}, bits a token: {words}"
 
 
 @dataclass(frozen=True)

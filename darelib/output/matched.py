@@ -68,19 +68,21 @@ class MatchReport:
 
 @dataclass(frozen=True)
 class PlannedMatch:
-    """What matching will take. Prints as a line."""
+    """What examples will take. Prints as a line."""
 
-    matrices: int
+    matrices: int  # that are matched
     examples: int
     tokens: int
+    judged: int  # tokens of other examples, which choose lambda
     memory: int
     seconds: float
 
     def __str__(self) -> str:
-        return (
-            f"{self.matrices:,} matrices with {count_of(self.examples, 'example')} "
-            f"({self.tokens:,} tokens): {duration(self.seconds)}, {human(self.memory)} of memory"
-        )
+        used = f"{count_of(self.examples, 'example')} ({self.tokens:,} tokens)"
+        parts = [f"{self.matrices:,} matrices matched with {used}"] if self.matrices else []
+        parts += [f"lambda chosen by {self.judged:,} tokens"] if self.judged else []
+        cost = f"{duration(self.seconds)}, {human(self.memory)} of memory"
+        return f"{', '.join(parts) or 'nothing is matched'}: {cost}"
 
 
 def find_ratio(missing: float, wanted: float) -> float:

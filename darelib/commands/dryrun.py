@@ -195,7 +195,7 @@ class Plan(Report):
             )
             yield "adapter", f"{self.adapter} (a sample{most})"
         if self.matching:
-            yield "examples", str(self.matching)
+            yield "match", str(self.matching)
         if self.replaces:
             yield "replace", human(self.replaces)
         if self.unfinished and self.resume:

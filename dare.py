@@ -29,6 +29,7 @@ if __name__ == "__main__":
     # shows no traceback.
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
+import copy
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -212,9 +213,14 @@ class DareMerger:
         Of a directory, the files besides the tensors are compared with the digests in its recipe.
         """
         from darelib.output import adapter, destination, tokenizer
-        from darelib.requests.recipe import find_merged
+        from darelib.requests.recipe import find_merged, read_recipe
 
         path = find_merged(output_file).resolve()
+        if self.config.is_auto:  # which was chosen when it was merged
+            merged = copy.copy(self)
+            merged.config = self.config.settle_lambda(read_recipe(path).dare["lambda_coeff"])
+            merged.examples = self.examples if self.config.matches else ()
+            return merged.verify(path)
         output = destination.Destination(str(output_file), path, path.is_dir())
         choice = tokenizer.TokenizerChoice(recorded_name(self.tokenizer))
         with self.open_inputs() as inputs, Interrupts() as interrupts:

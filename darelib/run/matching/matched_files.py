@@ -198,13 +198,19 @@ class Matching:
                 advance(1)
 
     def spool(self, spool: Spool) -> list[Matched]:
-        """Match, and put what is solved into a file, by the names of its parameters."""
+        """Match, and put what is solved into a file."""
         results = []
         for result in self.run():
             for name, each in result.solved.items():
-                spool.put(name, each)
+                spool.put(self.models.names.find_tensor(name), each)
             results.append(result)
         return results
+
+    def restore(self, results: Iterable[Matched], spool: Spool) -> Iterator[Matched]:
+        """The results with what was solved, one after the other."""
+        find = self.models.names.find_tensor
+        for result in results:
+            yield replace(result, solved={name: spool.get(find(name)) for name in result.solved})
 
     def report(self, results: Sequence[Matched], plan: MergePlan) -> MatchReport:
         return replace(
@@ -366,7 +372,9 @@ def run(order: Order) -> Made:
             results = matching.spool(spool)
             choice = choose_lambda(models, held, spool)
             settled = settle_lambda(order, choice)
-            made, outcomes = MatchedOutput(settled, matching).write(restore(results, spool))
+            made, outcomes = MatchedOutput(settled, matching).write(
+                matching.restore(results, spool)
+            )
             return note_choice(made, choice), outcomes
 
 
@@ -376,11 +384,6 @@ def divide_examples(
     """Examples that match, and examples that choose lambda."""
     is_divided = models.config.is_auto or models.config.held_out
     return models.hold_out() if is_divided else (models.read_examples(), {})
-
-
-def restore(results: Iterable[Matched], spool: Spool) -> Iterator[Matched]:
-    for result in results:
-        yield replace(result, solved={name: spool.get(name) for name in result.solved})
 
 
 def settle_lambda(order: Order, choice: LambdaChoice) -> Order:

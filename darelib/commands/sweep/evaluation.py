@@ -1,9 +1,8 @@
-"""Scores: by a command that prints them, or a function that returns them."""
+"""What scores models: a command that prints scores, or a function that returns them."""
 
 import hashlib
 import importlib.util
 import inspect
-import json
 import os
 import re
 import shlex
@@ -11,104 +10,22 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, Any, Final, Literal, Self
+from typing import IO, Any, Final, Self
 
-from darelib.config import is_number
-from darelib.core.text import ConfigError, DareError, list_names
+from darelib.commands.sweep.scores import KEPT, EvaluationFailed, parse_output
+from darelib.core.text import ConfigError
 
 OUTPUT_TAIL: Final = 1 << 16  # bytes of what an evaluation prints that are read, from the end
-KEPT: Final = 4000  # characters of it that are kept with a trial that has failed
-ESCAPES: Final = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-# Digits are never given back, so that a line takes no longer than its length.
-NUMBER: Final = re.compile(
-    r"(?<![\w.])[-+]?(?:(?:\d++\.?\d*+|\.\d++)(?:e[-+]?\d++)?|nan|inf(?:inity)?)(?![\w.])", re.I
-)
 SHELL_WORDS: Final = ("|", "||", "&&", ";", "<", ">", ">>", "2>&1", "&")
 SHELL_HINT: Final = """use bash -c '... "$1" ...' bash {model}"""
 FUNCTION: Final = re.compile(r"(.+\.py):([A-Za-z_]\w*)")
-JSON_START: Final = re.compile(r'\{\s*"')
 # Of a model and a trial: a score, or several by name, as yet unread.
 Evaluate = Callable[[Any, Any], Any]
-
-
-class EvaluationFailed(DareError):
-    """This model has no score; others may have one."""
-
-    output = ""  # what the evaluation printed
-
-
-@dataclass(frozen=True)
-class Objective:
-    """A score, and whether more of it is better."""
-
-    name: str
-    maximize: bool
-
-    @classmethod
-    def of(cls, text: str) -> Self:
-        name, _, way = str(text).rpartition(":")
-        if not name or way not in ("max", "min"):
-            raise ConfigError(
-                f"the objective {text!r} must be NAME:max or NAME:min", "like accuracy:max loss:min"
-            )
-        return cls(name, way == "max")
-
-    @property
-    def direction(self) -> Literal["maximize", "minimize"]:
-        return "maximize" if self.maximize else "minimize"
-
-    def gain(self, one: float, other: float) -> float:
-        """How much better one is than the other."""
-        return one - other if self.maximize else other - one
-
-
-def read_scores(given: Any, objectives: Sequence[Objective]) -> list[float]:
-    """The scores in what a function has returned or a command has printed."""
-    if isinstance(given, str):
-        given = parse_output(given)
-    if not isinstance(given, Mapping):
-        given = {objectives[0].name: given} if len(objectives) == 1 else {}
-    scores = []
-    for objective in objectives:
-        if objective.name not in given:
-            raise EvaluationFailed(
-                f"it gives no score {objective.name!r}, but "
-                f"{list_names(list(map(str, given))) or 'nothing'}; --objective NAME:max names "
-                "another"
-            )
-        value = given[objective.name]
-        value = value.item() if hasattr(value, "item") else value  # of a tensor or a NumPy number
-        if not is_number(value):
-            raise EvaluationFailed(f"its {objective.name!r} is no finite number but {value!r}")
-        scores.append(float(value))
-    return scores
-
-
-def parse_output(text: str) -> Any:
-    """The JSON object that an output ends with, or else the only number in its last line."""
-    text = ESCAPES.sub("", text).rstrip()
-    line = text.rpartition("\n")[2]
-    cut = line.count("{") != line.count("}")
-    for brace in reversed(list(re.finditer(r"^\{", text, re.MULTILINE))):
-        try:
-            found, end = json.JSONDecoder().raw_decode(text, brace.start())
-            if end == len(text):
-                return found
-        except (ValueError, RecursionError):
-            cut |= JSON_START.match(text, brace.start()) is not None
-    if cut:
-        raise EvaluationFailed(f"its output ends with JSON that is not complete: {line[-80:]!r}")
-    numbers = NUMBER.findall(line)
-    if len(numbers) != 1:
-        raise EvaluationFailed(
-            f"its last line, {line[:80]!r}, is no JSON and has not one number but {len(numbers)}"
-        )
-    return float(numbers[0])
 
 
 def read_end(file: IO[bytes]) -> str:

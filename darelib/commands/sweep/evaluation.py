@@ -23,7 +23,10 @@ from darelib.core.text import ConfigError
 OUTPUT_TAIL: Final = 1 << 16  # bytes of what an evaluation prints that are read, from the end
 SHELL_WORDS: Final = ("|", "||", "&&", ";", "<", ">", ">>", "2>&1", "&")
 SHELL_HINT: Final = """use bash -c '... "$1" ...' bash {model}"""
-FUNCTION: Final = re.compile(r"(.+\.py):([A-Za-z_]\w*)")
+NAMED_FUNCTION: Final = re.compile(r"(.+\.py):([A-Za-z_]\w*)")
+# Kinds of evaluations, as messages name them.
+COMMAND: Final = "a command"
+FUNCTION: Final = "a function"
 # Of a model and a trial: a score, or several by name, as yet unread.
 Evaluate = Callable[[Any, Any], Any]
 
@@ -152,35 +155,54 @@ def on_path(folder: str) -> Iterator[None]:
             sys.path.remove(folder)
 
 
-def find_evaluation(given: Any, timeout: float | None) -> tuple[Evaluate, str]:
+@dataclass(frozen=True)
+class Terms:
+    """What a sweep asks of an evaluation."""
+
+    in_memory: bool
+    timeout: float | None = None
+
+    def check(self, kind: str) -> None:
+        """Refuse a kind of evaluation that cannot do it."""
+        if self.timeout is not None and not self.timeout > 0:
+            raise ConfigError(
+                f"--timeout must be above 0, not {self.timeout:g}", "it is in seconds"
+            )
+        if self.timeout is not None and kind != COMMAND:
+            raise ConfigError(
+                f"--timeout is for commands: {kind} cannot be ended",
+                "leave it out, or use a command",
+            )
+        if self.in_memory and kind != FUNCTION:
+            raise ConfigError(
+                f"{kind} needs models in files", "give a function, or leave out --in-memory"
+            )
+
+
+def find_evaluation(given: Any, terms: Terms) -> tuple[Evaluate, str]:
     """What evaluates models, and its label: a script that was edited is another evaluation."""
-    if timeout is not None and not timeout > 0:
-        raise ConfigError(f"--timeout must be above 0, not {timeout:g}", "it is in seconds")
     if isinstance(given, str):
-        return find_by_name(given, timeout)
+        return find_by_name(given, terms)
     if not callable(given):
         raise ConfigError(
             "evaluate must be a function, file.py:function or a command",
             "like 'python eval.py {model}'",
         )
+    terms.check(FUNCTION)
     label = str(getattr(given, "__qualname__", type(given).__qualname__))
     with suppress(OSError, TypeError):  # of what has no source, as in an interactive session
         label += digest(inspect.getsource(given).encode())
     return adapt(given), label
 
 
-def find_by_name(text: str, timeout: float | None) -> tuple[Evaluate, str]:
-    named = FUNCTION.fullmatch(text)
-    if not named:
-        command = ShellCommand.of(text, timeout)
-        scripts = [word for word in command.words if word.endswith((".py", ".sh"))]
-        return command, " ".join([text, *map(digest_file, filter(os.path.isfile, scripts))])
-    if timeout is not None:
-        raise ConfigError(
-            "--timeout is for commands: a function cannot be ended",
-            "leave it out, or use a command",
-        )
-    return adapt(load_function(named[1], named[2])), f"{text} {digest_file(named[1])}"
+def find_by_name(text: str, terms: Terms) -> tuple[Evaluate, str]:
+    if named := NAMED_FUNCTION.fullmatch(text):
+        terms.check(FUNCTION)
+        return adapt(load_function(named[1], named[2])), f"{text} {digest_file(named[1])}"
+    command = ShellCommand.of(text, terms.timeout)
+    terms.check(COMMAND)
+    scripts = [word for word in command.words if word.endswith((".py", ".sh"))]
+    return command, " ".join([text, *map(digest_file, filter(os.path.isfile, scripts))])
 
 
 def digest_file(path: str) -> str:

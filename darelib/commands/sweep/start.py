@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from darelib.commands.options import Merger
-from darelib.commands.sweep.evaluation import Evaluate, ShellCommand, find_evaluation
+from darelib.commands.sweep.evaluation import Evaluate, Terms, find_evaluation
 from darelib.commands.sweep.results import SweepReport
 from darelib.commands.sweep.search import Options, Score, Search
 from darelib.commands.sweep.space import Space
@@ -36,9 +36,10 @@ def sweep_models(
     options: Mapping[str, Any],
 ) -> SweepReport:
     """What DareMerger.sweep does."""
-    score, name = find_evaluation(evaluate, timeout)
+    is_in_memory = in_memory or model is not None
+    score, name = find_evaluation(evaluate, Terms(is_in_memory, timeout))
     how = Options.of(**options)
-    if merger.examples and (in_memory or model is not None):
+    if merger.examples and is_in_memory:
         raise ConfigError(
             "in memory, a search merges without examples",
             "search in files, or leave the examples out",
@@ -49,7 +50,7 @@ def sweep_models(
     with merger.open_inputs() as inputs:
         template = merger.chat_template and merger.chat_template.name
         facts = [merger.tokenizer.name, template, *(each.fingerprint for each in inputs)]
-        if model is None and not in_memory:
+        if not is_in_memory:
             with prepare_folder(folder, keep_models) as place:
                 in_files = merge_in_files(merger, inputs, quiet, score, place, keep_models)
                 return Search(choices, in_files, how, name, facts).run()
@@ -141,7 +142,7 @@ def sweep_states(
     options: Mapping[str, Any],
 ) -> SweepReport:
     """What dare_sweep does."""
-    score, name = find_evaluation(evaluate, None)
+    score, name = find_evaluation(evaluate, Terms(in_memory=True))
     how = Options.of(**options)
     if not finetuned:
         raise ConfigError("there are no models to merge", "give at least one state dict")
@@ -165,10 +166,6 @@ def search_in_memory(
     """State dicts are merged, into a live model's tensors if there is one; nothing is written. The
     live model holds the winner in the end, or else the base.
     """
-    if isinstance(evaluate, ShellCommand):
-        raise ConfigError(
-            "a command needs models in files", "give a function, or leave out --in-memory"
-        )
     memory = load_in_memory()
     solutions = memory.Solutions()
     out = None if model is None else model.state_dict()

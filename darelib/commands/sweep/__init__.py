@@ -36,8 +36,8 @@ MARK: Final = "# Found by a sweep"
 OPTIONS: Final[Options] = {
     "--evaluate": {
         "metavar": "WHAT",
-        "help": "a command with {model} in it, which prints a score or JSON last, or "
-        "file.py:function",
+        "help": "a command with {model} in it, which prints a score or JSON last, "
+        "file.py:function, or lm-eval:TASK,TASK",
     },
     "--vary": {
         "metavar": "AXIS",
@@ -59,6 +59,11 @@ OPTIONS: Final[Options] = {
         "metavar": "S",
         "type": float,
         "help": "seconds after which a command is ended, and has failed",
+    },
+    "--lm-eval-tasks": {
+        "metavar": "DIR",
+        "type": Path,
+        "help": "a folder of tasks for lm-eval besides its own, as YAML files",
     },
     "--in-memory": {
         "action": "store_true",
@@ -87,7 +92,7 @@ OPTIONS: Final[Options] = {
     },
     **SHARED,
 }
-SEARCH_OPTIONS: Final = ("trials", "search", "study", "timeout")
+SEARCH_OPTIONS: Final = ("trials", "search", "study", "timeout", "lm_eval_tasks")
 
 
 def run(flags: Flags, merger_class: MergerClass) -> None:
@@ -99,7 +104,8 @@ def run(flags: Flags, merger_class: MergerClass) -> None:
     merger, request = make_merger(flags, merger_class)
     if "evaluate" not in flags:
         raise ConfigError(
-            "nothing scores the models", "give --evaluate 'COMMAND {model}' or file.py:function"
+            "nothing scores the models",
+            "give --evaluate 'COMMAND {model}', file.py:function or lm-eval:TASK",
         )
     storage, winner, may_replace, folder = find_places(flags)
     plot = flags.get("plot")

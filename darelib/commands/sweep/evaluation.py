@@ -10,14 +10,15 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any, Final, Self
 
-from darelib.commands.sweep.scores import KEPT, EvaluationFailed, parse_output
+from darelib.commands.sweep.harness import PREFIX, find_harness
+from darelib.commands.sweep.scores import KEPT, EvaluationFailed, Objective, parse_output
 from darelib.core.text import ConfigError
 
 OUTPUT_TAIL: Final = 1 << 16  # bytes of what an evaluation prints that are read, from the end
@@ -27,6 +28,7 @@ NAMED_FUNCTION: Final = re.compile(r"(.+\.py):([A-Za-z_]\w*)")
 # Kinds of evaluations, as messages name them.
 COMMAND: Final = "a command"
 FUNCTION: Final = "a function"
+HARNESS: Final = "lm-eval"
 # Of a model and a trial: a score, or several by name, as yet unread.
 Evaluate = Callable[[Any, Any], Any]
 
@@ -60,7 +62,7 @@ class ShellCommand:
             raise ConfigError(
                 f"--evaluate {text!r} has no {{model}}",
                 "write {model} where the model's path belongs, "
-                "or name a function: file.py:function",
+                "or name a function or tasks: file.py:function, lm-eval:TASK",
             )
         if odd := next((word for word in words if word in SHELL_WORDS), None):
             raise ConfigError(
@@ -124,7 +126,7 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
     if not place.is_file():
         raise ConfigError(
             f"there is no file {path!r}",
-            "--evaluate takes file.py:function, or a command with {model}",
+            "--evaluate takes file.py:function, lm-eval:TASK, or a command with {model}",
         )
     module_name = f"evaluation_{place.stem}"  # so that it replaces no other module
     spec: Any = importlib.util.spec_from_file_location(module_name, place)  # as it ends in .py
@@ -159,8 +161,10 @@ def on_path(folder: str) -> Iterator[None]:
 class Terms:
     """What a sweep asks of an evaluation."""
 
+    objectives: Sequence[Objective]
     in_memory: bool
     timeout: float | None = None
+    tasks: Path | None = None  # a folder, for lm-eval
 
     def check(self, kind: str) -> None:
         """Refuse a kind of evaluation that cannot do it."""
@@ -172,6 +176,10 @@ class Terms:
             raise ConfigError(
                 f"--timeout is for commands: {kind} cannot be ended",
                 "leave it out, or use a command",
+            )
+        if self.tasks is not None and kind != HARNESS:
+            raise ConfigError(
+                "--lm-eval-tasks is for --evaluate lm-eval:TASK", "leave out one of the two"
             )
         if self.in_memory and kind != FUNCTION:
             raise ConfigError(
@@ -185,7 +193,7 @@ def find_evaluation(given: Any, terms: Terms) -> tuple[Evaluate, str]:
         return find_by_name(given, terms)
     if not callable(given):
         raise ConfigError(
-            "evaluate must be a function, file.py:function or a command",
+            "evaluate must be a function, file.py:function, lm-eval:TASK or a command",
             "like 'python eval.py {model}'",
         )
     terms.check(FUNCTION)
@@ -196,6 +204,9 @@ def find_evaluation(given: Any, terms: Terms) -> tuple[Evaluate, str]:
 
 
 def find_by_name(text: str, terms: Terms) -> tuple[Evaluate, str]:
+    if text.startswith(PREFIX):
+        terms.check(HARNESS)
+        return find_harness(text, terms.tasks, terms.objectives)
     if named := NAMED_FUNCTION.fullmatch(text):
         terms.check(FUNCTION)
         return adapt(load_function(named[1], named[2])), f"{text} {digest_file(named[1])}"

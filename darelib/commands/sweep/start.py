@@ -31,14 +31,16 @@ def sweep_models(
     model: Any,
     in_memory: bool,
     timeout: float | None,
+    lm_eval_tasks: Path | None,
     folder: Path,
     keep_models: bool,
     options: Mapping[str, Any],
 ) -> SweepReport:
     """What DareMerger.sweep does."""
     is_in_memory = in_memory or model is not None
-    score, name = find_evaluation(evaluate, Terms(is_in_memory, timeout))
     how = Options.of(**options)
+    terms = Terms(how.objectives, is_in_memory, timeout, lm_eval_tasks)
+    score, name = find_evaluation(evaluate, terms)
     if merger.examples and is_in_memory:
         raise ConfigError(
             "in memory, a search merges without examples",
@@ -142,8 +144,8 @@ def sweep_states(
     options: Mapping[str, Any],
 ) -> SweepReport:
     """What dare_sweep does."""
-    score, name = find_evaluation(evaluate, Terms(in_memory=True))
     how = Options.of(**options)
+    score, name = find_evaluation(evaluate, Terms(how.objectives, in_memory=True))
     if not finetuned:
         raise ConfigError("there are no models to merge", "give at least one state dict")
     config.check_models(len(finetuned))

@@ -251,18 +251,20 @@ class DareMerger:
         model: torch.nn.Module | None = None,
         in_memory: bool = False,
         timeout: float | None = None,
+        lm_eval_tasks: str | Path | None = None,
         folder: str | Path = ".",
         keep_models: bool = False,
         **options: Any,
     ) -> SweepReport:
         """Search for the settings whose merge scores best; all others are as in the config.
 
-        evaluate: a function, file.py:function, or a command with {model} in it; None: the examples
-        judge, by the loss on answers, or the distance from the fine-tune. A function is given the
-        path of a merged model, which is written in folder, over the one before unless keep_models;
-        in_memory, a state dict; or the live model, into whose tensors it was merged, and which
-        holds the winner in the end. space: as under [sweep] in TOML. options: trials, search,
-        objectives, storage and study (darelib.commands.sweep.search.Options).
+        evaluate: a function, file.py:function, a command with {model} in it, or lm-eval:TASK,TASK
+        (lm_eval_tasks: a folder of more tasks); None: the examples judge, by the loss on answers or
+        the distance from the fine-tune. A function is given the path of a merged model, which is
+        written in folder, over the one before unless keep_models; in_memory, a state dict; or the
+        live model, into whose tensors it was merged, and which holds the winner in the end. space:
+        as under [sweep] in TOML. options: trials, search, objectives, storage and study
+        (darelib.commands.sweep.search.Options).
         """
         from darelib.commands.sweep.start import sweep_models
 
@@ -273,6 +275,7 @@ class DareMerger:
             model=model,
             in_memory=in_memory,
             timeout=timeout,
+            lm_eval_tasks=None if lm_eval_tasks is None else Path(lm_eval_tasks),
             folder=Path(folder),
             keep_models=keep_models,
             options=options,

@@ -766,6 +766,12 @@ def test_models_that_change_end_the_search() -> None:
         ("--in-memory --keep-models x", 2, "no models to keep"),
         ("--evaluate 'echo {model}' --in-memory", 2, "a command needs models in files"),
         ("--in-memory --examples a.txt b.txt", 2, "in memory, a search merges without examples"),
+        ("--lm-eval-tasks .", 2, "--lm-eval-tasks is for --evaluate lm-eval:TASK"),
+        ("--evaluate lm-eval:,", 2, "'lm-eval:,' names no task"),
+        ("--evaluate lm-eval:a --lm-eval-tasks no", 2, "no folder 'no'"),
+        ("--evaluate lm-eval:a --timeout 5", 2, "lm-eval cannot be ended"),
+        ("--evaluate lm-eval:a --in-memory", 2, "lm-eval needs models in files"),
+        ("--evaluate lm-eval:a", 1, "lm-eval cannot be imported"),
         ("--storage sqlite:///no/such.db", 1, "cannot be used: OperationalError"),
         ("--storage ::", 1, "cannot be used: "),
         ("--keep-models config.toml/x", 1, "cannot write models in"),
@@ -788,6 +794,7 @@ def test_wrong_usage_is_refused_before_anything_is_merged(
     )
     if flags == "optuna":
         monkeypatch.setitem(sys.modules, "optuna", None)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     error = refused(status, message, *(words[:3] if flags == "without" else words))
     assert error.count("error: ") == 1

@@ -29,6 +29,7 @@ EXTRAS: Final = {
     "hub": "huggingface_hub",
     "plot": "matplotlib",
     "sweep": "optuna",
+    "lm-eval": "'lm-eval[hf]'",
     "ray": "ray",
 }
 # As terminals number them.

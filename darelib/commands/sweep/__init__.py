@@ -37,8 +37,8 @@ MARK: Final = "# Found by a sweep"
 OPTIONS: Final[Options] = {
     "--evaluate": {
         "metavar": "WHAT",
-        "help": "a command with {model} in it, which prints a score or JSON last, or "
-        "file.py:function (default: the examples judge)",
+        "help": "a command with {model} in it, which prints a score or JSON last, "
+        "file.py:function, or lm-eval:TASK,TASK (default: the examples judge)",
     },
     "--vary": {
         "metavar": "AXIS",
@@ -62,6 +62,11 @@ OPTIONS: Final[Options] = {
         "metavar": "S",
         "type": float,
         "help": "seconds after which a command is ended, and has failed",
+    },
+    "--lm-eval-tasks": {
+        "metavar": "DIR",
+        "type": Path,
+        "help": "a folder of tasks for lm-eval besides its own, as YAML files",
     },
     "--in-memory": {
         "action": "store_true",
@@ -90,7 +95,7 @@ OPTIONS: Final[Options] = {
     },
     **SHARED,
 }
-SEARCH_OPTIONS: Final = ("trials", "search", "objectives", "study", "timeout")
+SEARCH_OPTIONS: Final = ("trials", "search", "objectives", "study", "timeout", "lm_eval_tasks")
 
 
 def run(flags: Flags, merger_class: MergerClass) -> None:

@@ -1,9 +1,8 @@
-"""Scores: by a command that prints them, or a function that returns them."""
+"""What scores models: a command that prints scores, or a function that returns them."""
 
 import hashlib
 import importlib.util
 import inspect
-import json
 import os
 import re
 import shlex
@@ -11,104 +10,27 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, Any, Final, Literal, Self
+from typing import IO, Any, Final, Self
 
-from darelib.config import is_number
-from darelib.core.text import ConfigError, DareError, list_names
+from darelib.commands.sweep.harness import PREFIX, find_harness
+from darelib.commands.sweep.scores import KEPT, EvaluationFailed, Objective, parse_output
+from darelib.core.text import ConfigError
 
 OUTPUT_TAIL: Final = 1 << 16  # bytes of what an evaluation prints that are read, from the end
-KEPT: Final = 4000  # characters of it that are kept with a trial that has failed
-ESCAPES: Final = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-# Digits are never given back, so that a line takes no longer than its length.
-NUMBER: Final = re.compile(
-    r"(?<![\w.])[-+]?(?:(?:\d++\.?\d*+|\.\d++)(?:e[-+]?\d++)?|nan|inf(?:inity)?)(?![\w.])", re.I
-)
 SHELL_WORDS: Final = ("|", "||", "&&", ";", "<", ">", ">>", "2>&1", "&")
 SHELL_HINT: Final = """use bash -c '... "$1" ...' bash {model}"""
-FUNCTION: Final = re.compile(r"(.+\.py):([A-Za-z_]\w*)")
-JSON_START: Final = re.compile(r'\{\s*"')
+NAMED_FUNCTION: Final = re.compile(r"(.+\.py):([A-Za-z_]\w*)")
+# Kinds of evaluations, as messages name them.
+COMMAND: Final = "a command"
+FUNCTION: Final = "a function"
+HARNESS: Final = "lm-eval"
 # Of a model and a trial: a score, or several by name, as yet unread.
 Evaluate = Callable[[Any, Any], Any]
-
-
-class EvaluationFailed(DareError):
-    """This model has no score; others may have one."""
-
-    output = ""  # what the evaluation printed
-
-
-@dataclass(frozen=True)
-class Objective:
-    """A score, and whether more of it is better."""
-
-    name: str
-    maximize: bool
-
-    @classmethod
-    def of(cls, text: str) -> Self:
-        name, _, way = str(text).rpartition(":")
-        if not name or way not in ("max", "min"):
-            raise ConfigError(
-                f"the objective {text!r} must be NAME:max or NAME:min", "like accuracy:max loss:min"
-            )
-        return cls(name, way == "max")
-
-    @property
-    def direction(self) -> Literal["maximize", "minimize"]:
-        return "maximize" if self.maximize else "minimize"
-
-    def gain(self, one: float, other: float) -> float:
-        """How much better one is than the other."""
-        return one - other if self.maximize else other - one
-
-
-def read_scores(given: Any, objectives: Sequence[Objective]) -> list[float]:
-    """The scores in what a function has returned or a command has printed."""
-    if isinstance(given, str):
-        given = parse_output(given)
-    if not isinstance(given, Mapping):
-        given = {objectives[0].name: given} if len(objectives) == 1 else {}
-    scores = []
-    for objective in objectives:
-        if objective.name not in given:
-            raise EvaluationFailed(
-                f"it gives no score {objective.name!r}, but "
-                f"{list_names(list(map(str, given))) or 'nothing'}; --objectives NAME:max names "
-                "another"
-            )
-        value = given[objective.name]
-        value = value.item() if hasattr(value, "item") else value  # of a tensor or a NumPy number
-        if not is_number(value):
-            raise EvaluationFailed(f"its {objective.name!r} is no finite number but {value!r}")
-        scores.append(float(value))
-    return scores
-
-
-def parse_output(text: str) -> Any:
-    """The JSON object that an output ends with, or else the only number in its last line."""
-    text = ESCAPES.sub("", text).rstrip()
-    line = text.rpartition("\n")[2]
-    cut = line.count("{") != line.count("}")
-    for brace in reversed(list(re.finditer(r"^\{", text, re.MULTILINE))):
-        try:
-            found, end = json.JSONDecoder().raw_decode(text, brace.start())
-            if end == len(text):
-                return found
-        except (ValueError, RecursionError):
-            cut |= JSON_START.match(text, brace.start()) is not None
-    if cut:
-        raise EvaluationFailed(f"its output ends with JSON that is not complete: {line[-80:]!r}")
-    numbers = NUMBER.findall(line)
-    if len(numbers) != 1:
-        raise EvaluationFailed(
-            f"its last line, {line[:80]!r}, is no JSON and has not one number but {len(numbers)}"
-        )
-    return float(numbers[0])
 
 
 def read_end(file: IO[bytes]) -> str:
@@ -140,7 +62,7 @@ class ShellCommand:
             raise ConfigError(
                 f"--evaluate {text!r} has no {{model}}",
                 "write {model} where the model's path belongs, "
-                "or name a function: file.py:function",
+                "or name a function or tasks: file.py:function, lm-eval:TASK",
             )
         if odd := next((word for word in words if word in SHELL_WORDS), None):
             raise ConfigError(
@@ -204,7 +126,7 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
     if not place.is_file():
         raise ConfigError(
             f"there is no file {path!r}",
-            "--evaluate takes file.py:function, or a command with {model}",
+            "--evaluate takes file.py:function, lm-eval:TASK, or a command with {model}",
         )
     module_name = f"evaluation_{place.stem}"  # so that it replaces no other module
     spec: Any = importlib.util.spec_from_file_location(module_name, place)  # as it ends in .py
@@ -235,35 +157,63 @@ def on_path(folder: str) -> Iterator[None]:
             sys.path.remove(folder)
 
 
-def find_evaluation(given: Any, timeout: float | None) -> tuple[Evaluate, str]:
+@dataclass(frozen=True)
+class Terms:
+    """What a sweep asks of an evaluation."""
+
+    objectives: Sequence[Objective]
+    in_memory: bool
+    timeout: float | None = None
+    tasks: Path | None = None  # a folder, for lm-eval
+
+    def check(self, kind: str) -> None:
+        """Refuse a kind of evaluation that cannot do it."""
+        if self.timeout is not None and not self.timeout > 0:
+            raise ConfigError(
+                f"--timeout must be above 0, not {self.timeout:g}", "it is in seconds"
+            )
+        if self.timeout is not None and kind != COMMAND:
+            raise ConfigError(
+                f"--timeout is for commands: {kind} cannot be ended",
+                "leave it out, or use a command",
+            )
+        if self.tasks is not None and kind != HARNESS:
+            raise ConfigError(
+                "--lm-eval-tasks is for --evaluate lm-eval:TASK", "leave out one of the two"
+            )
+        if self.in_memory and kind != FUNCTION:
+            raise ConfigError(
+                f"{kind} needs models in files", "give a function, or leave out --in-memory"
+            )
+
+
+def find_evaluation(given: Any, terms: Terms) -> tuple[Evaluate, str]:
     """What evaluates models, and its label: a script that was edited is another evaluation."""
-    if timeout is not None and not timeout > 0:
-        raise ConfigError(f"--timeout must be above 0, not {timeout:g}", "it is in seconds")
     if isinstance(given, str):
-        return find_by_name(given, timeout)
+        return find_by_name(given, terms)
     if not callable(given):
         raise ConfigError(
-            "evaluate must be a function, file.py:function or a command",
+            "evaluate must be a function, file.py:function, lm-eval:TASK or a command",
             "like 'python eval.py {model}'",
         )
+    terms.check(FUNCTION)
     label = str(getattr(given, "__qualname__", type(given).__qualname__))
     with suppress(OSError, TypeError):  # of what has no source, as in an interactive session
         label += digest(inspect.getsource(given).encode())
     return adapt(given), label
 
 
-def find_by_name(text: str, timeout: float | None) -> tuple[Evaluate, str]:
-    named = FUNCTION.fullmatch(text)
-    if not named:
-        command = ShellCommand.of(text, timeout)
-        scripts = [word for word in command.words if word.endswith((".py", ".sh"))]
-        return command, " ".join([text, *map(digest_file, filter(os.path.isfile, scripts))])
-    if timeout is not None:
-        raise ConfigError(
-            "--timeout is for commands: a function cannot be ended",
-            "leave it out, or use a command",
-        )
-    return adapt(load_function(named[1], named[2])), f"{text} {digest_file(named[1])}"
+def find_by_name(text: str, terms: Terms) -> tuple[Evaluate, str]:
+    if text.startswith(PREFIX):
+        terms.check(HARNESS)
+        return find_harness(text, terms.tasks, terms.objectives)
+    if named := NAMED_FUNCTION.fullmatch(text):
+        terms.check(FUNCTION)
+        return adapt(load_function(named[1], named[2])), f"{text} {digest_file(named[1])}"
+    command = ShellCommand.of(text, terms.timeout)
+    terms.check(COMMAND)
+    scripts = [word for word in command.words if word.endswith((".py", ".sh"))]
+    return command, " ".join([text, *map(digest_file, filter(os.path.isfile, scripts))])
 
 
 def digest_file(path: str) -> str:

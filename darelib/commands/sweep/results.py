@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final
 
 from darelib.commands.analyze.analysis import load_figure, save_figure
 from darelib.commands.report import Report
-from darelib.commands.sweep.evaluation import Objective
+from darelib.commands.sweep.scores import Objective
 from darelib.config import DareConfig
 from darelib.core.text import DareError, clip, count_of, duration, install_hint, printable, table
 

@@ -14,8 +14,8 @@ from types import FrameType
 from typing import Any, Final, Self, TypeAlias
 from urllib.parse import quote
 
-from darelib.commands.sweep.evaluation import EvaluationFailed, Objective, read_scores
 from darelib.commands.sweep.results import Row, SweepReport, load_optuna, name_choice, quiet_optuna
+from darelib.commands.sweep.scores import EvaluationFailed, Objective, read_scores
 from darelib.commands.sweep.space import Space, equal_lambda, identify
 from darelib.config import DareConfig, is_count, is_number
 from darelib.core.interrupts import Interrupts

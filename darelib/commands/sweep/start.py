@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from darelib.commands.options import Merger
-from darelib.commands.sweep.evaluation import Evaluate, ShellCommand, find_evaluation
+from darelib.commands.sweep.evaluation import Evaluate, Terms, find_evaluation
 from darelib.commands.sweep.results import SweepReport
 from darelib.commands.sweep.search import COSTS, Options, Score, Search
 from darelib.commands.sweep.space import Space
@@ -34,20 +34,29 @@ def sweep_models(
     model: Any,
     in_memory: bool,
     timeout: float | None,
+    lm_eval_tasks: Path | None,
     folder: Path,
     keep_models: bool,
     options: Mapping[str, Any],
 ) -> SweepReport:
     """What DareMerger.sweep does."""
-    score, name = find_evaluation(evaluate, timeout) if evaluate is not None else (None, EXAMPLES)
-    own = {} if score else {"objectives": ["score:min"]}
-    if score is None:
-        skills = list_skills(merger)
-        check_judged(merger, in_memory or model is not None, keep_models, timeout)
-        if options.get("objectives") == ["each"]:
-            options = {**options, "objectives": [f"{skill}:min" for skill in skills]}
-    how = Options.of(**{**own, **options})
-    if merger.examples and (in_memory or model is not None):
+    is_in_memory = in_memory or model is not None
+    score: Evaluate | None = None
+    name = EXAMPLES
+    if evaluate is None:
+        given = {
+            "--in-memory": is_in_memory,
+            "--keep-models": keep_models,
+            "--timeout": timeout,
+            "--lm-eval-tasks": lm_eval_tasks,
+        }
+        check_judged(merger, given)
+        how = Options.of(**{**options, "objectives": name_costs(merger, options)})
+    else:
+        how = Options.of(**options)
+        terms = Terms(how.objectives, is_in_memory, timeout, lm_eval_tasks)
+        score, name = find_evaluation(evaluate, terms)
+    if merger.examples and is_in_memory:
         raise ConfigError(
             "in memory, a search merges without examples",
             "search in files, or leave the examples out",
@@ -62,9 +71,9 @@ def sweep_models(
         template = merger.chat_template and merger.chat_template.name
         facts = [merger.tokenizer.name, template, *(each.fingerprint for each in inputs)]
         if score is None:
-            with judge_by_examples(quiet, inputs, folder, skills) as judged:
+            with judge_by_examples(quiet, inputs, folder, list_skills(merger)) as judged:
                 return Search(choices, judged, how, name, facts).run()
-        if model is None and not in_memory:
+        if not is_in_memory:
             with prepare_folder(folder, keep_models) as place:
                 in_files = merge_in_files(merger, inputs, quiet, score, place, keep_models)
                 return Search(choices, in_files, how, name, facts).run()
@@ -80,15 +89,20 @@ def list_skills(merger: Merger) -> list[str]:
     return name_models([file.stem for file in files if file])
 
 
-def check_judged(merger: Merger, is_in_memory: bool, keep: bool, timeout: float | None) -> None:
-    """Refuse what goes with an evaluation only."""
+def name_costs(merger: Merger, options: Mapping[str, Any]) -> Sequence[str]:
+    """The objectives where examples judge: the mean cost, unless others are wanted."""
+    wanted: Sequence[str] = options.get("objectives", ["score:min"])
+    return [f"{skill}:min" for skill in list_skills(merger)] if wanted == ["each"] else wanted
+
+
+def check_judged(merger: Merger, given: Mapping[str, Any]) -> None:
+    """Refuse what goes with an evaluation only. given: by flag."""
     if not merger.examples:
         raise ConfigError(
             "nothing scores the models",
             "give --examples FILE..., one for each, or --evaluate 'COMMAND {model}'",
         )
-    given = {"--in-memory": is_in_memory, "--keep-models": keep, "--timeout": timeout is not None}
-    if odd := next((flag for flag, is_there in given.items() if is_there), None):
+    if odd := next((flag for flag, value in given.items() if value), None):
         raise ConfigError(
             f"{odd} means nothing where examples judge the merges",
             "leave it out, or give --evaluate",
@@ -198,8 +212,8 @@ def sweep_states(
     options: Mapping[str, Any],
 ) -> SweepReport:
     """What dare_sweep does."""
-    score, name = find_evaluation(evaluate, None)
     how = Options.of(**options)
+    score, name = find_evaluation(evaluate, Terms(how.objectives, in_memory=True))
     if not finetuned:
         raise ConfigError("there are no models to merge", "give at least one state dict")
     config.check_models(len(finetuned))
@@ -222,10 +236,6 @@ def search_in_memory(
     """State dicts are merged, into a live model's tensors if there is one; nothing is written. The
     live model holds the winner in the end, or else the base.
     """
-    if isinstance(evaluate, ShellCommand):
-        raise ConfigError(
-            "a command needs models in files", "give a function, or leave out --in-memory"
-        )
     memory = load_in_memory()
     solutions = memory.Solutions()
     out = None if model is None else model.state_dict()

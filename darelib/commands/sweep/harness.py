@@ -1,0 +1,197 @@
+"""Scores by EleutherAI's lm-evaluation-harness, lm-eval: of each task, the main metric."""
+
+import gc
+import hashlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from difflib import get_close_matches
+from io import StringIO
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Final
+
+from darelib.commands.sweep.scores import EvaluationFailed, Objective
+from darelib.core.text import ConfigError, DareError, install_hint, list_names, nearest
+
+PREFIX: Final = "lm-eval:"
+SCORE: Final = "score"  # the mean over what the user names
+# More are no faster on a CPU, and need more memory. On a GPU lm-eval finds how many fit.
+CPU_BATCH: Final = 4
+# Endings of the files that tasks are made of. Some that others include are called _default_yaml.
+TASK_FILES: Final = ("yaml", ".py")
+SEED: Final = 1234  # lm-eval's own: tasks may draw examples, shuffle answers or sample words
+LOUD: Final = ("datasets", "transformers")  # these print by handlers of their own
+MOST: Final = 300  # characters of an error: transformers and datasets write pages
+
+
+@dataclass(frozen=True)
+class Harness:
+    """An evaluation of models in directories."""
+
+    library: Any  # the module lm_eval
+    tasks: Mapping[str, Any]  # and groups, as lm-eval has loaded them
+    # Of tasks and groups, by what the user names. A tag stands for several tasks.
+    metrics: Mapping[str, Mapping[str, str]]
+
+    def __call__(self, model: Any, _: Any) -> dict[str, float]:
+        import torch
+
+        if Path(model).is_file():
+            raise EvaluationFailed("lm-eval needs a model's directory, with its tokenizer")
+        problem = ""
+        with quiet():
+            try:
+                results = self._evaluate(str(model))
+            except Exception as error:  # if it were kept, so would be the model
+                problem = describe(error)
+            finally:
+                gc.collect()  # models have circles
+                torch.cuda.empty_cache()
+        if problem:
+            raise EvaluationFailed(problem)
+        scores: dict[str, float] = {}
+        for name, metrics in self.metrics.items():
+            scores |= {task: read(results, task, metric) for task, metric in metrics.items()}
+            scores[name] = fmean(scores[task] for task in metrics)
+        return {SCORE: fmean(scores[name] for name in self.metrics)} | scores
+
+    def _evaluate(self, folder: str) -> Any:
+        """What lm-eval reports. No code that comes with a model is run."""
+        import torch
+        import transformers
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        model = self.library.models.huggingface.HFLM(
+            folder,
+            device=device,
+            batch_size=CPU_BATCH if device == "cpu" else "auto",
+            trust_remote_code=False,
+            use_safetensors=True,
+        )
+        transformers.set_seed(SEED)
+        for task in self.tasks["tasks"].values():
+            task.set_fewshot_seed(SEED)
+        # simple_evaluate would also ask git and pip about this machine, every time.
+        found = self.library.evaluate(model, self.tasks, log_samples=False, bootstrap_iters=0)
+        return found["results"]
+
+
+def find_harness(
+    text: str, folder: Path | None, objectives: Sequence[Objective]
+) -> tuple[Harness, str]:
+    """An evaluation by tasks, whose data are loaded, and its label. folder: of tasks besides
+    lm-eval's own.
+    """
+    names = list(filter(None, map(str.strip, text.removeprefix(PREFIX).split(","))))
+    if not names:
+        raise ConfigError(f"--evaluate {text!r} names no task", "like lm-eval:arc_easy,hellaswag")
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(
+            f"there is no folder {str(folder)!r}", "--lm-eval-tasks takes a folder of YAML files"
+        )
+    library = load_library()
+    with quiet():
+        manager = library.tasks.TaskManager(include_path=folder)
+        tasks = load_tasks(manager, names)
+    wanted = [objective.name for objective in objectives]
+    metrics = {}
+    for name in names:
+        is_loaded = name in tasks["tasks"] or name in tasks["groups"]
+        members = [name] if is_loaded else sorted(manager.task_index[name].tags)  # of a tag
+        metrics[name] = {each: find_metric(each, tasks, SCORE in wanted) for each in members}
+    known = {SCORE, *metrics}.union(*metrics.values())
+    if odd := next((name for name in wanted if name not in known), None):
+        raise ConfigError(f"lm-eval gives no score {odd!r}", nearest(odd, known))
+    label = f"{PREFIX}{','.join(names)} {library.__version__}"
+    label += f" {digest_tasks(folder)}" if folder else ""
+    return Harness(library, tasks, metrics), label
+
+
+def load_library() -> Any:
+    try:
+        import lm_eval.models.huggingface
+        import lm_eval.tasks
+    except ImportError as error:
+        raise DareError(f"lm-eval cannot be imported: {error}", install_hint("lm-eval")) from None
+    return lm_eval
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Print nothing of what lm-eval prints: progress, warnings, prompts."""
+    nowhere = StringIO()
+    loud = list(map(logging.getLogger, LOUD))
+    levels = [logger.level for logger in loud]
+    try:
+        for logger in loud:
+            logger.setLevel(logging.ERROR)
+        with redirect_stdout(nowhere), redirect_stderr(nowhere):
+            yield
+    finally:
+        for logger, level in zip(loud, levels, strict=True):
+            logger.setLevel(level)
+
+
+def describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:MOST]
+
+
+def load_tasks(manager: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Tasks, groups, and all tasks that have a tag, with their data."""
+    import transformers
+
+    if odd := next((name for name in names if name not in manager.task_index), None):
+        close = get_close_matches(odd, manager.all_tasks, n=1)
+        raise ConfigError(
+            f"lm-eval has no task {odd!r}",
+            f"did you mean {close[0]}?" if close else "'lm-eval ls tasks' lists them",
+        )
+    transformers.set_seed(SEED)
+    try:
+        return manager.load(names)
+    except Exception as error:  # whatever tasks and data sets come up with
+        raise DareError(
+            f"lm-eval cannot load {list_names(names)}: {describe(error)}",
+            "check the tasks, and whether their data can be found",
+        ) from None
+
+
+def find_metric(name: str, tasks: Mapping[str, Any], is_averaged: bool) -> str:
+    """The main metric of a task or a group: the first that it lists."""
+    group = tasks["groups"].get(name)
+    if group is not None:
+        members = group.get_all_tasks()
+        metrics = [each.metric for each in group.aggregate_metric_list or ()]
+    else:
+        members = [tasks["tasks"][name]]
+        metrics = list(members[0].aggregation())
+    if not metrics:
+        raise ConfigError(
+            f"the group {name!r} of lm-eval has no metric of its own",
+            f"name some of its tasks: {list_names(group.child_names)}",
+        )
+    if is_averaged and any(each.higher_is_better().get(metrics[0]) is False for each in members):
+        raise ConfigError(
+            f"of {name!r}, a lower {metrics[0]} is better, so that it has no part in a mean score",
+            f"name each score: --objectives {name}:min",
+        )
+    return metrics[0]
+
+
+def read(results: Mapping[str, Any], task: str, metric: str) -> float:
+    """The value of a metric; of several filters of answers, with the first."""
+    for key, value in results[task].items():
+        if key.startswith(f"{metric},"):
+            return value
+    raise EvaluationFailed(f"lm-eval reports no {metric!r} of {task!r}")
+
+
+def digest_tasks(folder: Path) -> str:
+    """Another one when a file that tasks are made of is another."""
+    paths = sorted(path for path in folder.rglob("*") if path.name.endswith(TASK_FILES))
+    files = [
+        (path.relative_to(folder).as_posix(), path.read_bytes()) for path in paths if path.is_file()
+    ]
+    return hashlib.sha256(repr(files).encode()).hexdigest()[:16]

@@ -43,7 +43,10 @@ START_WAYS: Final = (
     *(REFERENCE, "ties", "ram", "karcher", "wudi", "wudi ridge 0.1"),
     *("task arithmetic + DARE 0.5", "task arithmetic + DARE 0.9"),
     *("wudi + DARE 0.5", "wudi + DARE 0.9"),
+    *("task arithmetic, matched with 64", "task arithmetic, matched with 512"),
+    *("wudi, matched with 64", "wudi, matched with 512", "tenths, matched with 512"),
 )
+AUTO: Final = ", lambda auto"  # chosen by the tool itself
 SCALED_WAYS: Final = (REFERENCE, "wudi")
 PACKED: Final = (" + DARE 0.5", " + DARE 0.9")
 KEPT_GAIN: Final = 0.95  # of the expert's gain over the base: where less is kept, the cliff begins
@@ -337,6 +340,14 @@ def lambdas(results: Results) -> tuple[str, str]:
     return table([["", *name_columns(merges)], *ways]), table([["", *LAMBDA_WAYS], *few])
 
 
+def chosen(results: Results) -> str:
+    """Scores with a lambda of 1, with what the tool chooses by examples, and with the best."""
+    merges = list_merges(results)
+    ways = [way_of(name) for name in list_names(merges, False) if name.endswith(AUTO)]
+    names = [way + which for way in ways for which in (", lambda 1", AUTO, "")]
+    return table([["", *name_columns(merges)], *by_family(merges, names, score, show_mean)])
+
+
 def cliff(rates: Sequence[float], found: Sequence[float], least: float) -> float:
     """The highest drop rate up to which no score is below the least, by straight lines."""
     tried = [(0.0, least), *zip(rates, found, strict=True)]
@@ -385,6 +396,13 @@ def report(results: Results) -> str:
         f"One model: the highest drop rate in % that keeps {KEPT_GAIN:.0%} of what fine-tuning "
         "gained, ± standard deviation over trainings:": cliffs(results),
     }
+    if any(name.endswith(AUTO) for name in list_names(list_merges(results), False)):
+        caption = (
+            "With a lambda of 1, with the one that dare_match chooses itself (auto: the nearest to "
+            "the fine-tunes on held-out examples, without labels), and with the best of a search, "
+            "scores in %:"
+        )
+        sections[caption] = chosen(results)
     blocks = [f"{'; '.join(sorted(machines))}; {results['seconds']:.0f} s in all"]
     for caption, shown in sections.items():
         blocks += [fill(caption, 100), shown]

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from dare import ConfigError, DareConfig, DareError, DareMerger
 from darelib.run import matching
@@ -22,8 +23,10 @@ from darelib.run.matching.network import EMBEDDINGS, VECTORS
 from darelib.run.matching.walk import EXCLUDED, Sums, Walk
 from tests.scene import contents
 from tests.support import (
+    BF16,
     GPT2,
     GROUPED,
+    POSIX,
     Capture,
     Patch,
     Refusal,
@@ -37,6 +40,7 @@ from tests.support import (
     same_bits,
     slow,
     tensors_in,
+    to_hub_cache,
     write_adapter,
 )
 from tests.test_adapters import change_of, near
@@ -54,6 +58,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any], int, str]] = {
     "moe": ("MixtralForCausalLM", "MixtralConfig", {**TIED, "num_local_experts": 4}, 8,
             "not matched (no plain matrices): 'model.layers.0.mlp."),
 }  # fmt: skip
+FP8 = torch.float8_e4m3fn
 COUNT = 20  # of examples
 
 
@@ -214,6 +219,55 @@ def test_inputs_of_any_kind_are_matched_into_a_file(
     expected = 14 if "adapters" in kind else 15
     assert sum(block.matrices for block in report.matching.blocks) == expected
     assert merger.verify(tmp_path / "out.safetensors").matched == expected
+
+
+def to_fp8(model: Path, folder: Path) -> Path:
+    """The same with the blocks' matrices in FP8, each with one scale."""
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    stored: Tensors = {}
+    for name, each in tensors_in(model).items():
+        scale = each.abs().amax() / 448
+        if "proj" in name:
+            stored |= {name: (each / scale).to(FP8), f"{name}_scale_inv": scale.reshape(1, 1)}
+        else:
+            stored[name] = each.to(BF16)
+    save_file(stored, folder / "model.safetensors")
+    scheme = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config = read_json(model / "config.json") | {"quantization_config": scheme}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.slow
+def test_fp8_models_are_matched_judged_and_written_in_fp8(llama: House, tmp_path: Path) -> None:
+    base, *models = (to_fp8(each, tmp_path / each.name) for each in (llama.base, *llama.models))
+    merger = llama.merger(models=models, base=base)
+    report = merger.merge(tmp_path / "out")
+    assert report.matching.after < report.matching.before
+    assert tensors_in(tmp_path / "out")["model.layers.0.mlp.up_proj.weight"].dtype == FP8
+    assert merger.verify(tmp_path / "out").matched == 15
+    scores = merger.evaluate([tmp_path / "out"]).to_dict()["models"]
+    losses = [[score["loss"] for score in model["scores"]] for model in scores]
+    assert all(own > merged for own, merged in zip(losses[0], losses[-1], strict=True))
+
+
+@pytest.mark.slow
+@POSIX
+def test_models_of_the_hub_are_matched_and_judged_by_their_names(
+    llama: House, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    for k, path in enumerate((llama.base, *llama.models)):
+        to_hub_cache(tmp_path / "hub", f"org/{path.name}", path, str(k) * 40)
+    flags = ["-b", "org/base", "-m", "org/math", "org/code", *llama.flags[5:]]
+    flags += ["--examples", *llama.examples]
+    run(*flags, "-o", "out")
+    run("verify", "out")
+    run("-c", "out", "-o", "again", "--examples", *llama.examples, "-q", "--engine", "plain")
+    assert contents(tmp_path / "again") == contents(tmp_path / "out")
+    run("evaluate", *flags, "--model", "out")
 
 
 def test_an_adapter_as_the_output_is_the_best_of_its_rank(

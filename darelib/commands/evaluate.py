@@ -29,6 +29,11 @@ OPTIONS: Final[Options] = {
     },
 }
 WORST: Final = "*"
+LOSS: Final = "loss, in bits a token; "
+LEGEND: Final = (
+    "how often what is likeliest is the fine-tune's; KL from the fine-tune, in bits; "
+    f"{WORST}: a model's worst skill"
+)
 MERGE: Final = "the merge"
 
 
@@ -50,16 +55,13 @@ class EvaluationReport(Report):
         return max(range(len(scores)), key=lambda k: scores[k].mean(scores[k].divergence))
 
     def parts(self) -> list[Part]:
-        kinds = ["answers" if file.are_answers else "all tokens" for file in self.files]
-        titles = [f"{file.name} ({kind})" for file, kind in zip(self.files, kinds, strict=True)]
-        rows = [["", *map(printable, titles)]]
+        rows = [["", *(printable(file.title) for file in self.files)]]
         for name, scores in zip(self.names, self.scores, strict=True):
             worst = self.find_worst(scores) if len(scores) > 1 else None
             cells = [format_score(score, k == worst) for k, score in enumerate(scores)]
             rows.append([printable(name), *cells])
         lines = [
-            "(loss, bits a token; tokens whose likeliest successor is the fine-tune's; KL from the "
-            f"fine-tune, bits a token; {WORST}: a model's worst skill)",
+            f"({LOSS if self.scores[0][0].loss is not None else ''}{LEGEND})",
             *map(str, self.files),
             *([str(self.choice)] if self.choice else []),
             *self.remarks,

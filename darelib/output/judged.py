@@ -14,6 +14,10 @@ from darelib.core.text import count_of, list_names
 FEW_EXAMPLES: Final = 32  # below, or with fewer tokens, a score says little
 FEW_TOKENS: Final = 1000
 DRAWS: Final = 1000  # of the bootstrap
+# What is judged of examples.
+ANSWERS: Final = "answers"
+TOKENS: Final = "all tokens"  # where no answers are marked
+ROWS: Final = "rows"  # of what a module gives: nothing says what is right
 DOUBT: Final = 0.05  # of these draws: models that change places so often cannot be told apart
 
 Array: TypeAlias = NDArray[np.float64]
@@ -26,16 +30,25 @@ class JudgedFile:
     name: str
     examples: int
     tokens: int  # that are judged
-    are_answers: bool  # or else all tokens are judged
+    kind: str
 
     @property
     def measure(self) -> str:
         """What a lambda is chosen by."""
-        return "loss on the answers" if self.are_answers else "distance from the fine-tune"
+        is_known = self.kind == ANSWERS
+        return "loss on the answers" if is_known else "distance from the fine-tune (KL)"
+
+    @property
+    def title(self) -> str:
+        return self.name if self.kind == ROWS else f"{self.name} ({self.kind})"
+
+    @property
+    def size(self) -> str:
+        unit = {ANSWERS: "tokens of answers", TOKENS: "tokens", ROWS: "rows"}[self.kind]
+        return f"{count_of(self.examples, 'example')}, {self.tokens:,} {unit}"
 
     def __str__(self) -> str:
-        kind = "of answers" if self.are_answers else "in all"
-        return f"{self.name}: {count_of(self.examples, 'example')}, {self.tokens:,} tokens {kind}"
+        return f"{self.name}: {self.size}"
 
 
 @dataclass(frozen=True)
@@ -52,7 +65,7 @@ class Score:
 
     def cost(self, file: JudgedFile) -> Array:
         """What a good model has little of."""
-        return self.loss if file.are_answers and self.loss is not None else self.divergence
+        return self.loss if file.kind == ANSWERS and self.loss is not None else self.divergence
 
     def as_dict(self) -> dict[str, float | None]:
         return {

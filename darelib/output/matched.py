@@ -26,7 +26,7 @@ class BlockMatch:
 
 @dataclass(frozen=True)
 class AnswerLoss:
-    """What is lost on the answers of a model's examples, or of some of them."""
+    """The loss on the answers of a model's examples, or of some of them, in bits a token."""
 
     model: str
     base: float
@@ -36,7 +36,7 @@ class AnswerLoss:
     def __str__(self) -> str:
         words = f"base {self.base:.3f}, own {self.own:.3f}"
         words += "" if self.merged is None else f", merged {self.merged:.3f}"
-        return f"loss on the answers of {printable(self.model)}: {words}"
+        return f"loss on the answers of {printable(self.model)}, bits a token: {words}"
 
 
 @dataclass(frozen=True)
@@ -68,19 +68,21 @@ class MatchReport:
 
 @dataclass(frozen=True)
 class PlannedMatch:
-    """What matching will take. Prints as a line."""
+    """What examples will take. Prints as a line."""
 
-    matrices: int
+    matrices: int  # that are matched
     examples: int
     tokens: int
+    judged: int  # tokens of other examples, which choose lambda
     memory: int
     seconds: float
 
     def __str__(self) -> str:
-        return (
-            f"{self.matrices:,} matrices with {count_of(self.examples, 'example')} "
-            f"({self.tokens:,} tokens): {duration(self.seconds)}, {human(self.memory)} of memory"
-        )
+        used = f"{count_of(self.examples, 'example')} ({self.tokens:,} tokens)"
+        parts = [f"{self.matrices:,} matrices matched with {used}"] if self.matrices else []
+        parts += [f"lambda chosen by {self.judged:,} tokens"] if self.judged else []
+        cost = f"{duration(self.seconds)}, {human(self.memory)} of memory"
+        return f"{', '.join(parts) or 'nothing is matched'}: {cost}"
 
 
 def find_ratio(missing: float, wanted: float) -> float:

@@ -26,7 +26,7 @@ def check_runner(
         raise ConfigError(f"--part and --runner {runner} both divide a merge", "choose one of them")
     if has_examples and runner != "threads":
         raise ConfigError(
-            f"--runner {runner} divides a merge, and matching goes through the model in its order",
+            f"--runner {runner} divides a merge, and examples go through the model in its order",
             "merge on one machine, or without examples",
         )
     is_pair = isinstance(part, tuple) and len(part) == 2 and {*map(type, part)} == {int}

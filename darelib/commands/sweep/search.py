@@ -330,7 +330,7 @@ class Search:
     def _find_rivals(self, report: SweepReport) -> list[int]:
         """Trials that differ from the best by less than the error of what judges them."""
         known = {t.number: t.user_attrs.get(COSTS) for t in report.trials}
-        numbers = [row.number for row in report.rows if row.number and known[row.number]]
+        numbers = [k for row in report.rows if (k := row.number) is not None and known[k]]
         best = report.best.number
         if len(self.options.objectives) > 1 or best not in numbers:
             return []

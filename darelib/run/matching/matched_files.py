@@ -148,7 +148,7 @@ class Matching:
         free = {row.name for row in self.list_candidates()}
         tokens = sum(map(count_tokens, self.participants)) if free else 0
         judged = sum(len(each.ids) for own in held.values() for each in own)
-        judged *= len(LAMBDAS) + 1 if self.config.is_auto else 0
+        judged = judged if self.config.is_auto else 0
         operations = 0
         largest = 0
         widest = 0
@@ -156,7 +156,8 @@ class Matching:
         for segment in self.network.segments:
             names = list(filter(None, map(self.models.names.find_tensor, segment.matrices)))
             shapes = {name: self.models.rows[name].base.shape for name in names}
-            operations += 2 * sum(map(math.prod, shapes.values())) * judged
+            whole = sum(map(math.prod, shapes.values()))
+            operations += 2 * whole * judged * (len(LAMBDAS) + 1)
             sizes = [shape for name, shape in shapes.items() if name in free]
             width = width or min((min(shape) for shape in sizes), default=0)
             entries = sum(rows * columns for rows, columns in sizes)
@@ -172,6 +173,7 @@ class Matching:
             matrices=len(free),
             examples=sum(map(len, self.examples.values())),
             tokens=tokens,
+            judged=judged,
             memory=LIBRARY_BYTES + 4 * (blocks + 2 * widest**2 + hidden),
             seconds=operations / rate,
         )
@@ -322,7 +324,7 @@ def check_order(order: Order) -> None:
     check_tokens(order.inputs)
     if order.part:
         raise ConfigError(
-            "--part divides a merge by files, and matching goes through the model in its order",
+            "--part divides a merge by files, and examples go through the model in its order",
             "merge on one machine, or without examples",
         )
     if order.resume:

@@ -28,7 +28,7 @@ from darelib.methods.passthrough import PASSTHROUGH
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.encodings import PLAIN, TensorInfo
 from darelib.models.examples import divide
-from darelib.output.judged import JudgedFile
+from darelib.output.judged import ANSWERS, TOKENS, JudgedFile
 from darelib.plan.plan import Job, MergePlan, plan_merge
 from darelib.plan.tensorplan import TensorPlan, assign_offsets
 from darelib.run.matching.judging import Make, Test
@@ -247,8 +247,8 @@ class ModelFiles:
         for who, tokens in examples.items():
             tests.append(Test(who, self.make_streams(tokens)))
             judged = sum(max(0, len(each.ids) - each.answered) for each in tokens)
-            are_answers = any(each.answered > 1 for each in tokens)
-            files.append(JudgedFile(self.name_examples(who), len(tokens), judged, are_answers))
+            kind = ANSWERS if any(each.answered > 1 for each in tokens) else TOKENS
+            files.append(JudgedFile(self.name_examples(who), len(tokens), judged, kind))
         return tests, files
 
     def load(self, who: int, parameters: Sequence[str]) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from darelib.core.text import LOG, ConfigError
 from darelib.models.encodings import StateDict
 from darelib.models.examples import divide
 from darelib.output.judged import (
+    ROWS,
     JudgedFile,
     Judgement,
     LambdaChoice,
@@ -140,7 +141,7 @@ class States:
 
 def describe_files(scores: Scores) -> tuple[JudgedFile, ...]:
     return tuple(
-        JudgedFile(f"batches {k}", len(score.tokens), int(score.tokens.sum()), False)
+        JudgedFile(f"batches {k}", len(score.tokens), int(score.tokens.sum()), ROWS)
         for k, score in enumerate(scores)
     )
 

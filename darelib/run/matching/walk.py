@@ -15,6 +15,7 @@ left on the way.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -135,7 +136,7 @@ class Participant:
     watches: bool = False  # whether it only goes along, and nothing is matched with it
     losses: dict[str, list[tuple[float, int]]] = field(
         default_factory=dict
-    )  # sums, and of how many
+    )  # sums in bits, and of how many
 
     def judge(self, whose: str, output: Any, stream: Stream) -> None:
         """Note the loss on the answers."""
@@ -145,7 +146,7 @@ class Participant:
         ids = stream.batch["input_ids"][:, 1:].to(output.logits.device)[chosen]
         logits = output.logits[:, :-1][chosen].float()
         loss = nn.functional.cross_entropy(logits, ids, reduction="sum")
-        self.losses.setdefault(whose, []).append((float(loss), len(ids)))
+        self.losses.setdefault(whose, []).append((float(loss) / math.log(2), len(ids)))
 
     def mean_loss(self, whose: str, batches: Iterable[int]) -> float | None:
         """Of some batches. None: nothing was judged."""

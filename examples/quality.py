@@ -224,7 +224,7 @@ ARMS: Final[dict[str, dict[str, Any]]] = {
 
 # What a way to merge takes for each skill, with all its lambdas, in steps of training: as measured
 # with the quick networks, on one core.
-MERGE_WORK: Final = 100
+MERGE_WORK: Final = 60
 PAUSE: Final = 5  # seconds between two lines of a training
 
 
@@ -244,7 +244,11 @@ class Progress:
         if now - self.said >= PAUSE:
             self.said = now
             left = (now - self.started) * (self.work / self.done - 1)
-            print(f"{self.name}: {what}, about {left:.0f} s left", file=sys.stderr, flush=True)
+            say(f"{self.name}: {what}, about {left:.0f} s left")
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def lower_precision() -> torch.autocast:
@@ -325,7 +329,7 @@ class Lab:
         thinned = given.pop("thinned", 0.0)
         generator = seeded(FIRST_SEED * 100 + seed)
         batches = [self.family.show(skill, count, generator) for skill in skills]
-        if "held_out" in given:
+        if "held_out" in given:  # whole batches are: one of each skill
             batches = [[part for rows in own for part in rows.split(JUDGES)] for own in batches]
         experts = [
             dare_sparsify(self.base, self.experts[skill], thinned, seed + i)
@@ -412,7 +416,7 @@ def measure(unit: Unit, training: int, settings: Settings) -> dict[str, Any]:
     lab = Lab(unit, training)
     skills = lab.skills
     seconds = {"training": time.perf_counter() - started}
-    print(f"{unit}/{training} is trained, {seconds['training']:.0f} s", file=sys.stderr, flush=True)
+    say(f"{unit}/{training} is trained, {seconds['training']:.0f} s")
     alone = [lab.test([skill], quiet(drop_rate=0.0)) for skill in skills]
     curves = {
         arm: [
@@ -489,6 +493,7 @@ def run(settings: Settings, file: Path | None) -> dict[str, Any]:
     with ProcessPoolExecutor(
         mp_context=get_context("spawn"), initializer=hush, initargs=(logging.ERROR,)
     ) as pool:
+        say(f"{len(every) - len(known)} of {len(every)} trainings are left")
         names = {
             pool.submit(measure, *what): name for name, what in every.items() if name not in known
         }
@@ -499,11 +504,7 @@ def run(settings: Settings, file: Path | None) -> dict[str, Any]:
             results["units"][names[done]] = done.result()
             results["seconds"] = round(before + time.perf_counter() - started, 1)
             left = len(every) - len(results["units"])
-            print(
-                f"{names[done]} is measured, {results['seconds']:.0f} s; {left} are left",
-                file=sys.stderr,
-                flush=True,
-            )
+            say(f"{names[done]} is measured, {results['seconds']:.0f} s; {left} more")
             if file:
                 new = file.with_suffix(".new")
                 new.write_text(json.dumps(results) + "\n", encoding="utf-8")

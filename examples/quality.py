@@ -234,7 +234,7 @@ class Progress:
     def __init__(self, unit: Unit, training: int) -> None:
         self.name = f"{unit}/{training}"
         merges = sum(count * len(list_ways(count, unit)) for count in unit.merged)
-        self.work = unit.base[0] + unit.expert[0] * unit.merged[-1] + MERGE_WORK * merges
+        self.work = unit.expert[0] * unit.merged[-1] + MERGE_WORK * merges
         self.done = 0
         self.started = self.said = time.perf_counter()
 
@@ -265,7 +265,6 @@ class Lab:
     def __init__(self, unit: Unit, training: int) -> None:
         self.unit = unit
         self.training = training
-        self.progress = Progress(unit, training)
         seed = FIRST_SEED + training
         self.family = FAMILIES[unit.family](seed)
         torch.manual_seed(seed)
@@ -273,7 +272,8 @@ class Lab:
         self.base = self.fit(unit.base, 10 * seed)
         if unit.rank:  # in bf16 what is added would be rounded, and the change no product
             self.base = {name: tensor.float() for name, tensor in self.base.items()}
-        self.progress.advance(unit.base[0], "the base is trained")
+        # The base has no share: before it torch and the data are loaded.
+        self.progress = Progress(unit, training)
         fit = self.fit_adapter if unit.rank else self.fit
         self.skills = self.family.skills[: unit.merged[-1]]
         self.experts = {}

@@ -109,6 +109,29 @@ MATCHED: Final[dict[str, dict[str, Any]]] = {
         "thinned": 0.9,
     },
 }
+# Of these, also with a lambda that is chosen without labels.
+CHOSEN: Final = (
+    *("task arithmetic", "wudi"),
+    *("task arithmetic, matched with 512", "wudi, matched with 512"),
+)
+JUDGES: Final = 64  # held-out examples of each skill, by which a lambda is chosen
+
+
+def hold_out(given: dict[str, Any]) -> dict[str, Any]:
+    """The same way with a lambda that dare_match chooses: by agreement with the fine-tunes, as what
+    a module is called with marks no answers.
+    """
+    # dare_match wants some that do not judge, even where nothing is matched.
+    count = given.get("examples", JUDGES) + JUDGES
+    chosen = {"examples": count, "held_out": JUDGES / count, "lambda_coeff": "auto"}
+    return given | chosen | ({} if "examples" in given else {"matched": False})
+
+
+AUTO: Final[dict[str, dict[str, Any]]] = {
+    f"{name}, lambda auto": hold_out(given)
+    for name, given in (WAYS | MATCHED).items()
+    if name in CHOSEN
+}
 # For networks whose merges take long.
 FEW: Final = (
     *("task arithmetic", "ties", "ram", "model stock", "wudi", "wudi ridge 0.1"),
@@ -174,12 +197,14 @@ class Settings(NamedTuple):
 
 QUICK: Final = Settings(
     units=(
-        # Wide enough for eight skills merged by whole matrices.
+        # Wide enough for eight skills merged by whole matrices; a training for each of two cores.
         Unit(
-            *("digits", 512, 2, (200, 1e-3, 64), (400, 1e-3, 64), 4, FEW_LAMBDAS),
-            ways=(*FEW, *MATCHED),
+            *("digits", 512, 2, (200, 1e-3, 64), (400, 1e-3, 64), 2, FEW_LAMBDAS, (2, 8)),
+            ways=(
+                *("task arithmetic", "ties", "wudi", "wudi + DARE 0.9"),
+                *("task arithmetic + DARE 0.9", *MATCHED, *AUTO),
+            ),
         ),
-        Unit("chars", 64, 2, (1500, 6e-3, 32), (400, 1.2e-3, 48), 2, FEW_LAMBDAS, (2, 3), ways=FEW),
     ),
     masks=1,
     rates=(0.0, 0.5, 0.8, 0.9, 0.99),
@@ -195,6 +220,35 @@ ARMS: Final[dict[str, dict[str, Any]]] = {
     "no rescale": {"rescale": "none"},
     "magnitude": {"drop": "magnitude"},
 }
+
+
+# What a way to merge takes for each skill, with all its lambdas, in steps of training: as measured
+# with the quick networks, on one core.
+MERGE_WORK: Final = 60
+PAUSE: Final = 5  # seconds between two lines of a training
+
+
+class Progress:
+    """Says what a training has done, and about how long the rest takes."""
+
+    def __init__(self, unit: Unit, training: int) -> None:
+        self.name = f"{unit}/{training}"
+        merges = sum(count * len(list_ways(count, unit)) for count in unit.merged)
+        self.work = unit.expert[0] * unit.merged[-1] + MERGE_WORK * merges
+        self.done = 0
+        self.started = self.said = time.perf_counter()
+
+    def advance(self, work: int, what: str) -> None:
+        self.done += work
+        now = time.perf_counter()
+        if now - self.said >= PAUSE:
+            self.said = now
+            left = (now - self.started) * (self.work / self.done - 1)
+            say(f"{self.name}: {what}, about {left:.0f} s left")
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def lower_precision() -> torch.autocast:
@@ -218,12 +272,15 @@ class Lab:
         self.base = self.fit(unit.base, 10 * seed)
         if unit.rank:  # in bf16 what is added would be rounded, and the change no product
             self.base = {name: tensor.float() for name, tensor in self.base.items()}
+        # The base has no share: before it torch and the data are loaded.
+        self.progress = Progress(unit, training)
         fit = self.fit_adapter if unit.rank else self.fit
         self.skills = self.family.skills[: unit.merged[-1]]
         self.experts = {}
         for number, skill in enumerate(self.skills, 1):
             self.model.load_state_dict(self.base)
             self.experts[skill] = fit(unit.expert, 10 * seed + number, skill)
+            self.progress.advance(unit.expert[0], f"{skill!r} is learned")
 
     def fit_adapter(self, recipe: Recipe, seed: int, skill: str) -> State:
         """Train products of thin matrices, and add them to the base."""
@@ -272,6 +329,8 @@ class Lab:
         thinned = given.pop("thinned", 0.0)
         generator = seeded(FIRST_SEED * 100 + seed)
         batches = [self.family.show(skill, count, generator) for skill in skills]
+        if "held_out" in given:  # whole batches are: one of each skill
+            batches = [[part for rows in own for part in rows.split(JUDGES)] for own in batches]
         experts = [
             dare_sparsify(self.base, self.experts[skill], thinned, seed + i)
             for i, skill in enumerate(skills)
@@ -324,7 +383,8 @@ class Lab:
                 for seed in seeds[10 * self.training :][: masks if "thinned" in given else 1]
             ]
             for part, seeds in SEEDS.items()
-            if "examples" in given
+            # Lambda is chosen on the way: there is nothing to validate.
+            if "examples" in given and (part == "test" or "held_out" not in given)
         }
 
     def search(self, skills: Sequence[str], given: dict[str, Any], masks: int) -> Tested:
@@ -340,7 +400,7 @@ class Lab:
 
 def list_ways(count: int, unit: Unit) -> dict[str, dict[str, Any]]:
     """All ways to merge so many models of a kind."""
-    every = WAYS | MATCHED
+    every = WAYS | MATCHED | AUTO
     return {
         name: every[name] for name in unit.ways if count == 2 or every[name]["method"] not in PAIRS
     }
@@ -356,7 +416,7 @@ def measure(unit: Unit, training: int, settings: Settings) -> dict[str, Any]:
     lab = Lab(unit, training)
     skills = lab.skills
     seconds = {"training": time.perf_counter() - started}
-    print(f"{unit}/{training} is trained, {seconds['training']:.0f} s", file=sys.stderr, flush=True)
+    say(f"{unit}/{training} is trained, {seconds['training']:.0f} s")
     alone = [lab.test([skill], quiet(drop_rate=0.0)) for skill in skills]
     curves = {
         arm: [
@@ -374,10 +434,14 @@ def measure(unit: Unit, training: int, settings: Settings) -> dict[str, Any]:
         found = {}
         for name, given in list_ways(count, unit).items():
             lab.prepare(chosen, given, settings.masks)
-            found[name] = lab.search(chosen, given, settings.masks)
-            for scale in settings.starts:
-                config = lab.configure(scale, given)
-                found[f"{name}, lambda {scale:g}"] = lab.test(chosen, config, settings.masks)
+            if name in AUTO:
+                found[name] = lab.test(chosen, lab.configure(1.0, given))
+            else:
+                found[name] = lab.search(chosen, given, settings.masks)
+                for scale in settings.starts:
+                    config = lab.configure(scale, given)
+                    found[f"{name}, lambda {scale:g}"] = lab.test(chosen, config, settings.masks)
+            lab.progress.advance(MERGE_WORK * count, f"{count} skills are merged by {name}")
         merges[" + ".join(chosen)] = found
         lab.matched = {}
     where = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
@@ -429,6 +493,7 @@ def run(settings: Settings, file: Path | None) -> dict[str, Any]:
     with ProcessPoolExecutor(
         mp_context=get_context("spawn"), initializer=hush, initargs=(logging.ERROR,)
     ) as pool:
+        say(f"{len(every) - len(known)} of {len(every)} trainings are left")
         names = {
             pool.submit(measure, *what): name for name, what in every.items() if name not in known
         }
@@ -438,11 +503,8 @@ def run(settings: Settings, file: Path | None) -> dict[str, Any]:
                 continue
             results["units"][names[done]] = done.result()
             results["seconds"] = round(before + time.perf_counter() - started, 1)
-            print(
-                f"{names[done]} is measured, {results['seconds']:.0f} s",
-                file=sys.stderr,
-                flush=True,
-            )
+            left = len(every) - len(results["units"])
+            say(f"{names[done]} is measured, {results['seconds']:.0f} s; {left} more")
             if file:
                 new = file.with_suffix(".new")
                 new.write_text(json.dumps(results) + "\n", encoding="utf-8")
@@ -457,7 +519,9 @@ def main() -> None:
         description=(__doc__ or "").partition("\n")[0], allow_abbrev=False
     )
     parser.add_argument(
-        "--quick", action="store_true", help="smaller models and fewer ways: minutes on two cores"
+        "--quick",
+        action="store_true",
+        help="small models and fewer ways: a minute or two on two cores",
     )
     parser.add_argument(
         "--out", metavar="FILE", type=Path, help="write the results here, or go on from there"

@@ -43,7 +43,10 @@ START_WAYS: Final = (
     *(REFERENCE, "ties", "ram", "karcher", "wudi", "wudi ridge 0.1"),
     *("task arithmetic + DARE 0.5", "task arithmetic + DARE 0.9"),
     *("wudi + DARE 0.5", "wudi + DARE 0.9"),
+    *("task arithmetic, matched with 64", "task arithmetic, matched with 512"),
+    *("wudi, matched with 64", "wudi, matched with 512", "tenths, matched with 512"),
 )
+AUTO: Final = ", lambda auto"  # of ways whose lambda dare_match has chosen
 SCALED_WAYS: Final = (REFERENCE, "wudi")
 PACKED: Final = (" + DARE 0.5", " + DARE 0.9")
 KEPT_GAIN: Final = 0.95  # of the expert's gain over the base: where less is kept, the cliff begins
@@ -337,6 +340,18 @@ def lambdas(results: Results) -> tuple[str, str]:
     return table([["", *name_columns(merges)], *ways]), table([["", *LAMBDA_WAYS], *few])
 
 
+def chosen(results: Results) -> str:
+    """Scores with a lambda of 1, with what dare_match chooses, and with the best. Nothing where no
+    lambda was left to it.
+    """
+    merges = list_merges(results)
+    ways = [way_of(name) for name in list_names(merges, False) if name.endswith(AUTO)]
+    names = [way + which for way in ways for which in (", lambda 1", AUTO, "")]
+    if not names:
+        return ""
+    return table([["", *name_columns(merges)], *by_family(merges, names, score, show_mean)])
+
+
 def cliff(rates: Sequence[float], found: Sequence[float], least: float) -> float:
     """The highest drop rate up to which no score is below the least, by straight lines."""
     tried = [(0.0, least), *zip(rates, found, strict=True)]
@@ -375,6 +390,9 @@ def report(results: Results) -> str:
         "the others. A round is one training of each network:": ranking(results, True),
         "Without a search, points ahead of the same, for which lambda is searched; bold as before, "
         "corrected for all starts in the results:": ranking(results, False),
+        "Scores in % with a lambda of 1, with the one that dare_match chooses itself (auto: the "
+        "nearest to the fine-tunes on held-out examples, without labels), and with the best of a "
+        "search:": chosen(results),
         "By network, points ahead of the same, and in how many trainings:": networks(results),
         "What it costs elsewhere: bits a letter of other text, or an image as the base knows it, "
         "more than the base takes:": elsewhere(results),
@@ -387,7 +405,8 @@ def report(results: Results) -> str:
     }
     blocks = [f"{'; '.join(sorted(machines))}; {results['seconds']:.0f} s in all"]
     for caption, shown in sections.items():
-        blocks += [fill(caption, 100), shown]
+        if shown:
+            blocks += [fill(caption, 100), shown]
     return "\n\n".join(blocks)
 
 

@@ -23,7 +23,8 @@ from tests.support import HERE, Patch, read_json
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("folder")]
 MEASURED = ("median time", "peak memory")
 STORED = HERE / "examples" / "results" / "benchmark.json"
-QUALITY: dict[str, Any] = read_json(HERE / "examples" / "results" / "quality.json")
+QUALITY_FILE = HERE / "examples" / "results" / "quality.json"
+QUALITY: dict[str, Any] = read_json(QUALITY_FILE)
 TEXTS = {
     path: path.read_text() for path in (HERE / "README.md", *sorted((HERE / "docs").glob("*.md")))
 }
@@ -215,7 +216,7 @@ def quality() -> Any:
     pytest.importorskip("sklearn")
     module: Any = importlib.import_module("quality")
     recipe = (3, 1e-2, 8)
-    few = ("task arithmetic", "wudi", "wudi + DARE 0.9")
+    few = ("task arithmetic", "wudi", "wudi + DARE 0.9", *module.AUTO)
     chars = module.Unit("chars", 4, 1, recipe, recipe, 2, (1.0, 2.0), (2, 4), ways=few)
     units = (
         chars,
@@ -233,13 +234,16 @@ def test_an_experiment_goes_on_where_it_was_stopped_and_a_report_trains_nothing(
     monkeypatch.setattr(quality, "ProcessPoolExecutor", lambda **_: ThreadPoolExecutor(1))
     whole = run(quality, "--quick --out whole.json")
     printed = run(quality, "--report whole.json --plot picture.png")
-    assert printed == re.sub(r"(?m)^.*is (trained|measured).*\n", "", whole)
+    assert printed == re.sub(r"(?m)^.*(is trained|is measured|left).*\n", "", whole)
     assert Path("picture.png").stat().st_size > 10_000
     results = json.loads(Path("whole.json").read_text())
     names = "chars/4/0 chars/4/1 lora/4/0 contexts/4/0 digits/4/0"
     assert results["units"].keys() == set(names.split())
     assert "| chars, 2 / 4 skills | lora, 2 skills | contexts, 2 / 3 skills |" in printed
     assert re.search(r"(?m)^\| slerp \| - \| - / - \| - \| - / - \| [+-]\S+ / - \|$", printed)
+    row = r"(?m)^\| (wudi, matched with 512|task arithmetic), lambda auto \| \d"
+    assert len(re.findall(row, printed)) == 2, "beside the best"
+    assert "auto" not in run(quality, f"--report {QUALITY_FILE}"), "none was chosen there"
     lost = results["units"].pop("chars/4/1")
     Path("whole.json").write_text(json.dumps(results))
     assert run(quality, "--quick --out whole.json").count("is measured") == 1

@@ -407,3 +407,11 @@ def test_a_module_is_left_as_it_was() -> None:
     assert tower.training
     assert not tower.head.training
     assert not any(each._forward_hooks or each._forward_pre_hooks for each in tower.modules())
+
+
+def test_models_are_judged_whatever_device_tensors_are_made_on() -> None:
+    batches = [[{"x": x, "attention_mask": torch.ones(2, 30)} for x in some] for some in BATCHES]
+    usual = dare.dare_evaluate(TOWER, STATES[0], STATES[1:], batches)
+    with torch.device("meta"):  # where nothing can be computed
+        other = dare.dare_evaluate(TOWER, STATES[0], STATES[1:], batches)
+    assert other.as_dict() == usual.as_dict()

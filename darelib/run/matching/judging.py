@@ -132,11 +132,13 @@ def pick_rows(output: Any, stream: Stream) -> Picked:
     logits = output.logits if hasattr(output, "logits") else first_tensor(output)
     count = len(logits)
     if stream.answers is None:
-        owners = torch.arange(count).repeat_interleave(logits[0].numel() // logits.shape[-1])
+        # On the CPU, where sums are taken, whatever torch's default device is.
+        owners = torch.arange(count, device="cpu")
+        owners = owners.repeat_interleave(logits[0].numel() // logits.shape[-1])
         rows = flatten(logits)
         if stream.tokens is not None and stream.tokens.numel() == len(rows):
             keep = stream.tokens.reshape(-1)
-            rows, owners = rows[keep.to(rows.device)], owners[keep]
+            rows, owners = rows[keep.to(rows.device)], owners[keep.cpu()]
         return Picked(rows, None, owners, count)
     chosen = stream.answers[:, 1:]
     wanted = stream.batch["input_ids"][:, 1:][chosen]
@@ -157,10 +159,9 @@ def compare_rows(mine: Picked, own: Picked) -> tuple[Tensor, Tensor, Tensor, Ten
         columns[1].append(given.argmax(-1) == expected.argmax(-1))
         # What is impossible is no difference: there, 0 is multiplied by infinity.
         columns[2].append((expected.exp() * (expected - given)).nan_to_num(0.0).sum(-1))
-    ones = torch.ones(len(mine.owners), dtype=torch.float64)
+    ones = torch.ones(len(mine.owners), dtype=torch.float64, device="cpu")
     rows = [torch.cat(each).cpu().double() if each else 0 * ones for each in columns]
     tokens, loss, same, divergence = (
-        torch.zeros(mine.examples, dtype=torch.float64).index_add_(0, mine.owners, each)
-        for each in (ones, *rows)
+        ones.new_zeros(mine.examples).index_add_(0, mine.owners, each) for each in (ones, *rows)
     )
     return tokens, loss / math.log(2), same, divergence / math.log(2)

@@ -103,7 +103,10 @@ class Trials:
         return min(costs, key=find_cost)
 
     def _find_spool(self, models: ModelFiles) -> Spool:
-        key = repr(start_from(models.config))
+        rows = models.rows.values()
+        # Where lambda is 0, nothing is matched.
+        still = [row.name for row in rows if not row.settings.lambda_coeff]
+        key = repr((start_from(models.config), still if models.config.matches else ()))
         spool = self._spools.pop(key, None)
         if spool is None:
             self.merges += 1

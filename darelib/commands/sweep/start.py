@@ -53,10 +53,11 @@ def sweep_models(
             "search in files, or leave the examples out",
         )
     quiet = dataclasses.replace(merger.config, verbose=False)
-    if score is None and quiet.matches:  # what is written is what is scored
-        quiet = dataclasses.replace(quiet, held_out=quiet.judged_share)
     names = name_models([model.name for model in merger.models])
     choices = Space(space, quiet, names, bool(merger.examples))
+    if score is None and choices.needs_examples:  # what is written is what is scored
+        quiet = dataclasses.replace(quiet, held_out=quiet.judged_share)
+        choices = Space(space, quiet, names, True)
     merger = pin_sources(merger)
     with merger.open_inputs() as inputs:
         template = merger.chat_template and merger.chat_template.name

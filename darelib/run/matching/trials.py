@@ -131,7 +131,7 @@ def open_trials(
     check_tokens(inputs)
     plan = plan_merge(replace(config, lambda_coeff=1.0), inputs)
     models = ModelFiles(plan, inputs, interrupts)
-    used, held = models.hold_out() if config.matches else ({}, models.read_examples())
+    used, held = models.hold_out() if config.held_out else ({}, models.read_examples())
     skills = {who: tokens for who, tokens in held.items() if who != BASE}
     with ExitStack() as opened:
         opened.enter_context(models.opened(skills))

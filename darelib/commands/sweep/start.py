@@ -24,6 +24,7 @@ from darelib.requests.configfile import pin_tokenizer
 from darelib.run import load_in_memory, load_trials
 
 EXAMPLES: Final = "examples"  # that judge, in place of an evaluation
+TOTAL: Final = "score"  # of all files of examples
 
 
 def sweep_models(
@@ -40,7 +41,7 @@ def sweep_models(
 ) -> SweepReport:
     """What DareMerger.sweep does."""
     score, name = find_evaluation(evaluate, timeout) if evaluate is not None else (None, EXAMPLES)
-    own = {} if score else {"objectives": ["score:min"]}
+    own = {} if score else {"objectives": [f"{TOTAL}:min"]}
     if score is None:
         skills = list_skills(merger)
         check_judged(merger, in_memory or model is not None, keep_models, timeout)
@@ -78,7 +79,7 @@ def sweep_models(
 def list_skills(merger: Merger) -> list[str]:
     """What the score of each file of examples is called."""
     _, *files = merger.examples or (None,)
-    return name_models([file.stem for file in files if file])
+    return name_models([TOTAL, *(file.stem for file in files if file)])[1:]
 
 
 def check_judged(merger: Merger, is_in_memory: bool, keep: bool, timeout: float | None) -> None:
@@ -109,7 +110,7 @@ def judge_by_examples(
             check_unchanged(inputs)
             costs = trials.score(config)
             trial.set_user_attr(COSTS, [[sums.tolist(), each.tolist()] for sums, each in costs])
-            return {"score": find_cost(costs), **dict(zip(skills, find_means(costs), strict=True))}
+            return {TOTAL: find_cost(costs), **dict(zip(skills, find_means(costs), strict=True))}
 
         yield score
 

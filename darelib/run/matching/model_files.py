@@ -247,6 +247,11 @@ class ModelFiles:
         for who, tokens in examples.items():
             tests.append(Test(who, self.make_streams(tokens)))
             judged = sum(max(0, len(each.ids) - each.answered) for each in tokens)
+            if not judged:
+                raise DareError(
+                    f"no answer of {self.name_examples(who)!r} is among the tokens that are used",
+                    "give a larger --max-tokens, or shorter prompts",
+                )
             kind = ANSWERS if any(each.answered > 1 for each in tokens) else TOKENS
             files.append(JudgedFile(self.name_examples(who), len(tokens), judged, kind))
         return tests, files

@@ -230,6 +230,14 @@ class ModelFiles:
         used = (base if who == BASE else models[who]).parts[0].examples
         return used.name if used else ""
 
+    def check_predicts(self) -> None:
+        """Refuse what examples cannot judge, before it is matched."""
+        if not self.predicts:
+            raise DareError(
+                f"examples can judge models that predict the next token, and {self.kind} does not",
+                "judge it by --evaluate of a sweep; in Python, dare_evaluate takes any module",
+            )
+
     def make_streams(self, tokens: Sequence[Tokens]) -> list[Stream]:
         return make_streams(tokens, count_batch(self.network.device))
 
@@ -237,11 +245,6 @@ class ModelFiles:
         self, examples: Mapping[int, Sequence[Tokens]]
     ) -> tuple[list[Test], list[JudgedFile]]:
         """What models are judged by."""
-        if not self.predicts:
-            raise DareError(
-                f"examples can judge models that predict the next token, and {self.kind} does not",
-                "judge it by --evaluate of a sweep; in Python, dare_evaluate takes any module",
-            )
         tests = []
         files = []
         for who, tokens in examples.items():

@@ -43,6 +43,7 @@ def judge(
     """others: models that are judged; none: the merge that the plan describes."""
     check_tokens(inputs)
     models = ModelFiles(plan, inputs, interrupts, others)
+    models.check_predicts()
     is_divided = not others and (plan.config.matches or plan.config.is_auto)
     used, held = models.hold_out() if is_divided else ({}, models.read_examples())
     names = shorten_names([model.name for model in others])
@@ -131,6 +132,7 @@ def open_trials(
     check_tokens(inputs)
     plan = plan_merge(replace(config, lambda_coeff=1.0), inputs)
     models = ModelFiles(plan, inputs, interrupts)
+    models.check_predicts()
     used, held = models.hold_out() if config.held_out else ({}, models.read_examples())
     skills = {who: tokens for who, tokens in held.items() if who != BASE}
     with ExitStack() as opened:

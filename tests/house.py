@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from dare import DareConfig, DareMerger
+from darelib.models.examples import divide
 from tests.support import GPT2, GROUPED, Tensors, low_rank, run, tensors_in, write_adapter
 
+Numbers = tuple[float, float, float]  # loss, agreement, divergence
+NEAR = 1e-5
 LLAMA = {**GROUPED, "head_dim": 8, "initializer_range": 0.3, "tie_word_embeddings": False}
 TIED = {**LLAMA, "tie_word_embeddings": True}
 LAYERS = ["sliding_attention", "full_attention"]
@@ -102,3 +108,58 @@ def pack(house: House, path: Path) -> Path:
     run("pack", "-b", house.base, "-m", house.models[1], "-o", path, "--drop-rate", "0.5",
         "--seed", "43", "--engine", "plain", "-q", "--any-base")  # fmt: skip
     return path
+
+
+# --- what transformers itself gives ---------------------------------------------------------------
+
+
+def read_lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def read_ids(entry: dict[str, str]) -> tuple[list[int], int]:
+    """The tokens of an example, and at which one the answer begins."""
+    prompt, answer = (entry.get(key, "").split() for key in ("prompt", "completion"))
+    words = [*prompt, *answer, *entry.get("text", "").split()]
+    return [int(word[1:]) for word in words], max(1, len(prompt))
+
+
+@torch.no_grad()
+def measure(house: House, model: Path, owner: Path, entries: Sequence[Any]) -> Numbers:
+    """A model beside the owner of some examples, each in a forward of its own."""
+    kinds = [house.kind.from_pretrained(p, dtype=torch.float32).eval() for p in (model, owner)]
+    sums = torch.zeros(4, dtype=torch.float64)
+    for entry in entries:
+        ids, start = read_ids(entry)
+        rows = [kind(input_ids=torch.tensor([ids])).logits[0, start - 1 : -1] for kind in kinds]
+        given, wanted = (each.double().log_softmax(-1) for each in rows)
+        loss = -given.gather(-1, torch.tensor(ids[start:])[:, None]).sum()
+        same = (given.argmax(-1) == wanted.argmax(-1)).sum()
+        sums += torch.stack(
+            [loss, same, (wanted.exp() * (wanted - given)).sum(), given.new_tensor(len(given))]
+        )
+    loss, same, divergence = (sums[:3] / sums[3]).tolist()
+    return loss / math.log(2), same, divergence / math.log(2)
+
+
+def numbers_in(report: Any, model: int = -1) -> list[Numbers]:
+    """Of a model, by file."""
+    rows = report.to_dict()["models"][model]["scores"]
+    return [(row["loss"], row["agreement"], row["divergence"]) for row in rows]
+
+
+def are_near(one: Sequence[Numbers], other: Sequence[Numbers]) -> bool:
+    return [pytest.approx(each, abs=NEAR) for each in one] == [*other]
+
+
+def hold_out(house: House, folder: Path, share: float = 0.25) -> tuple[list[Path], list[list[Any]]]:
+    """The examples that judge where some match, as files, too."""
+    held = [divide(read_lines(path), share)[1] for path in house.examples]
+    paths = [folder / path.name for path in house.examples]
+    return [write_lines(*each) for each in zip(paths, held, strict=True)], held
+
+
+def find_cost(house: House, model: Path, held: Sequence[Any]) -> float:
+    """The mean loss on answers, of all skills."""
+    pairs = zip(house.models, held, strict=True)
+    return sum(measure(house, model, own, entries)[0] for own, entries in pairs) / len(held)

@@ -1,10 +1,13 @@
-"""Models judged by examples, the lambda that examples choose, and searches that examples judge: all
-numbers are those that transformers gives for models on disk."""
+"""Models judged by examples, and the lambda that examples choose: all numbers are those that
+transformers gives for models on disk."""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
+import shlex
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,89 +16,54 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import dare
-from dare import ConfigError, DareConfig, DareError, DareMerger, dare_evaluate, dare_match
+from dare import DareConfig, DareError, DareMerger, dare_evaluate, dare_match
 from darelib.models.examples import divide
 from darelib.run.matching import network
 from darelib.run.matching.judging import LAMBDAS
-from darelib.run.matching.model_files import Inputs, Spool
+from darelib.run.matching.model_files import Inputs
 from darelib.run.matching.network import START, Network
-from darelib.run.matching.trials import Trials
-from tests.house import COUNT, House, make_adapter, pack, write_lines
+from tests.house import (
+    LLAMA,
+    NEAR,
+    House,
+    are_near,
+    find_cost,
+    hold_out,
+    make_adapter,
+    measure,
+    numbers_in,
+    pack,
+    read_lines,
+    write_lines,
+)
 from tests.scene import contents
-from tests.support import Capture, Patch, Refusal, Tensors, run, slow, snapshot
+from tests.support import (
+    Capture,
+    Patch,
+    Refusal,
+    Tensors,
+    assert_same,
+    family_model,
+    run,
+    slow,
+    snapshot,
+)
 from tests.test_matching import (
     BATCHES,
     FLAT,
-    STATES,
     TOWER,
     configure,
+    draw,
     give,
     make_bert,
     make_states,
     make_vit,
 )
 
-Numbers = tuple[float, float, float]  # loss, agreement, divergence
 Houses = Callable[[str], House]
-NEAR = 1e-5
-
-
-# --- what transformers itself gives ---------------------------------------------------------------
-
-
-def read_lines(path: Path) -> list[Any]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def read_ids(entry: dict[str, str]) -> tuple[list[int], int]:
-    """The tokens of an example, and at which one the answer begins."""
-    prompt, answer = (entry.get(key, "").split() for key in ("prompt", "completion"))
-    words = [*prompt, *answer, *entry.get("text", "").split()]
-    return [int(word[1:]) for word in words], max(1, len(prompt))
-
-
-@torch.no_grad()
-def measure(house: House, model: Path, owner: Path, entries: Sequence[Any]) -> Numbers:
-    """A model beside the owner of some examples, each in a forward of its own."""
-    kinds = [house.kind.from_pretrained(p, dtype=torch.float32).eval() for p in (model, owner)]
-    sums = torch.zeros(4, dtype=torch.float64)
-    for entry in entries:
-        ids, start = read_ids(entry)
-        rows = [kind(input_ids=torch.tensor([ids])).logits[0, start - 1 : -1] for kind in kinds]
-        given, wanted = (each.double().log_softmax(-1) for each in rows)
-        loss = -given.gather(-1, torch.tensor(ids[start:])[:, None]).sum()
-        same = (given.argmax(-1) == wanted.argmax(-1)).sum()
-        sums += torch.stack(
-            [loss, same, (wanted.exp() * (wanted - given)).sum(), given.new_tensor(len(given))]
-        )
-    loss, same, divergence = (sums[:3] / sums[3]).tolist()
-    return loss / math.log(2), same, divergence / math.log(2)
-
-
-def numbers_in(report: Any, model: int = -1) -> list[Numbers]:
-    """Of a model, by file."""
-    rows = report.to_dict()["models"][model]["scores"]
-    return [(row["loss"], row["agreement"], row["divergence"]) for row in rows]
-
-
-def are_near(one: Sequence[Numbers], other: Sequence[Numbers]) -> bool:
-    return [pytest.approx(each, abs=NEAR) for each in one] == [*other]
-
-
-def hold_out(house: House, folder: Path, share: float = 0.25) -> tuple[list[Path], list[list[Any]]]:
-    """The examples that judge where some match, as files, too."""
-    held = [divide(read_lines(path), share)[1] for path in house.examples]
-    paths = [folder / path.name for path in house.examples]
-    return [write_lines(*each) for each in zip(paths, held, strict=True)], held
-
-
-def find_cost(house: House, model: Path, held: Sequence[Any]) -> float:
-    """The mean loss on answers, of all skills."""
-    pairs = zip(house.models, held, strict=True)
-    return sum(measure(house, model, own, entries)[0] for own, entries in pairs) / len(held)
 
 
 # --- the numbers ----------------------------------------------------------------------------------
@@ -303,146 +271,6 @@ def test_what_was_tried_is_reported_printed_and_given_as_json(
     assert line in capsys.readouterr().out
 
 
-# --- searches by examples -------------------------------------------------------------------------
-
-
-def find_scores(report: Any) -> dict[str, float]:
-    """Of all trials, by what they chose."""
-    return {str(row.params): row.scores[0] for row in report.rows}
-
-
-def search(merger: DareMerger, space: Any, **options: Any) -> Any:
-    return merger.sweep(None, space, search="grid", **options)
-
-
-@pytest.fixture
-def trials(monkeypatch: Patch) -> list[Trials]:
-    """All searches by examples that end in this test."""
-    seen: list[Trials] = []
-    close = Trials.close
-    monkeypatch.setattr(Trials, "close", lambda self: seen.append(self) or close(self))
-    return seen
-
-
-@pytest.mark.parametrize("is_matched", [False, True])
-def test_trials_have_the_scores_of_evaluations_and_merge_once_for_all_lambdas(
-    llama: House, tmp_path: Path, trials: list[Trials], is_matched: bool
-) -> None:
-    before = snapshot(tmp_path)
-    how = {"matched": None if is_matched else False}
-    space = {"lambda_coeff": [1.5, 0.5, 1.0], "drop_rate": [0.0, 0.5]}
-    found = search(llama.merger(**how), space, folder=tmp_path)
-    assert len(found.rows) == 6
-    for row in found.rows:
-        rows = numbers_in(llama.merger(**how, **row.params).evaluate())
-        assert row.scores == [pytest.approx((rows[0][0] + rows[1][0]) / 2, abs=NEAR)]
-    # The plain average is one more merge where trials are matched, and it is not.
-    assert [each.merges for each in trials] == [2 + is_matched]
-    files, held = hold_out(llama, tmp_path) if is_matched else (llama.examples, [])
-    held = held or [read_lines(path) for path in files]
-    [average] = [row for row in found.averages if row.config.lambda_coeff == 1.0]
-    llama.merger(examples=()).merge(tmp_path / "average")
-    assert average.scores == [pytest.approx(find_cost(llama, tmp_path / "average", held), abs=NEAR)]
-    assert before.keys() <= snapshot(tmp_path).keys()
-
-
-@pytest.mark.parametrize("how", [{}, {"matched": False}])
-def test_settings_of_examples_and_lambda_auto_are_searched_whatever_the_others_are(
-    llama: House, tmp_path: Path, how: Any
-) -> None:
-    space = {"matched": [True, False], "match_ridge": [0.05, 5.0], "lambda_coeff": ["auto", 1.0]}
-    found = search(llama.merger(**how), space)
-    assert (found.failures, len(found.rows)) == ([], 6)
-    _, held = hold_out(llama, tmp_path)
-    for row in found.rows:
-        examples = llama.examples if row.config.needs_examples else ()
-        merger = DareMerger(llama.base, llama.models, row.config, examples=examples)
-        merger.config = row.config if examples else row.config.without_examples()
-        merger.merge(tmp_path / str(row.number))
-        cost = find_cost(llama, tmp_path / str(row.number), held)
-        assert row.scores == [pytest.approx(cost, abs=NEAR)], row.params
-
-
-@pytest.mark.parametrize("factors", [[0.0, 1.0], [1.0, 0.0]])
-def test_what_a_trial_leaves_unmatched_another_matches(llama: House, factors: list[float]) -> None:
-    found = search(llama.merger(), {"rules": [{"match": "*mlp*", "lambda_coeff": factors}]})
-    for row in found.rows:
-        rules = [{"match": "*mlp*", "lambda_coeff": row.params["rule 1 lambda_coeff"]}]
-        rows = numbers_in(llama.merger(rules=rules).evaluate())
-        assert row.scores == [pytest.approx((rows[0][0] + rows[1][0]) / 2, abs=NEAR)]
-
-
-def test_each_file_is_an_objective_by_its_name(llama: House, tmp_path: Path) -> None:
-    files = [tmp_path / name / "score.jsonl" for name in ("a", "b")]
-    for own, path in zip(files, llama.examples, strict=True):
-        own.parent.mkdir()
-        own.write_bytes(path.read_bytes())
-    merger = llama.merger(examples=files, matched=False)
-    found = search(merger, {"drop_rate": [0, 0.5]}, objectives=["each"])
-    assert len({each.name for each in found.objectives} - {"score"}) == 2
-    for row in found.rows:
-        rows = numbers_in(llama.merger(matched=False, **row.params).evaluate())
-        assert row.scores == pytest.approx([each[0] for each in rows], abs=NEAR)
-    one = search(merger, {"drop_rate": [0, 0.5]})
-    pairs = zip(one.rows, found.rows, strict=True)
-    assert all(a.scores == pytest.approx([sum(b.scores) / 2]) for a, b in pairs)
-
-
-def write_toml(house: House, folder: Path, sweep: str) -> Path:
-    path = folder / "merge.toml"
-    files, merged = ([str(each) for each in some] for some in (house.examples, house.models))
-    path.write_text(
-        f"[models]\nbase_file = {json.dumps(str(house.base))}\nmerge_files = {json.dumps(merged)}\n"
-        f"[examples]\nfiles = {json.dumps(files)}\n[sweep]\n{sweep}\n"
-        "[dare]\ndrop_rate = 0.0\nany_base = true\nengine = 'plain'\n"
-    )
-    return path
-
-
-def test_the_winners_configuration_makes_the_merge_that_was_scored(
-    llama: House, tmp_path: Path, capsys: Capture
-) -> None:
-    config = write_toml(llama, tmp_path, "lambda_coeff = [0.3]\nmatch_ridge = [0.5]")
-    run("sweep", "-c", config, "--search", "grid", "--json", "--force")
-    shown = json.loads(capsys.readouterr().out)
-    assert [len(shown["trials"]), shown["trials"][0]["params"]["match_ridge"]] == [1, 0.5]
-    text = (tmp_path / "merge_best.toml").read_text()
-    assert "The best of many" in text
-    run("-q", "-c", tmp_path / "merge_best.toml", "-o", tmp_path / "out")
-    _, held = hold_out(llama, tmp_path)
-    best = min(row["scores"]["score"] for row in [*shown["trials"], *shown["plain_averages"]])
-    assert best == pytest.approx(find_cost(llama, tmp_path / "out", held), abs=NEAR)
-
-
-def test_an_interrupted_search_goes_on_with_the_same_trials(
-    llama: House, tmp_path: Path, capsys: Capture, monkeypatch: Patch
-) -> None:
-    config = write_toml(llama, tmp_path, "lambda_coeff = [0.3, 0.6, 1.0]")
-    command = ["sweep", "-c", config, "--search", "grid", "--no-matched", "--json", "--storage"]
-    run(*command, f"sqlite:///{tmp_path}/whole.db")
-    whole = json.loads(capsys.readouterr().out)
-    score, seen = Trials.score, list[Any]()
-
-    def stop(self: Any, given: Any) -> Any:
-        seen.append(given)
-        if len(seen) == 3:
-            raise KeyboardInterrupt
-        return score(self, given)
-
-    monkeypatch.setattr(Trials, "score", stop)
-    run(*command, f"sqlite:///{tmp_path}/cut.db", status=130)
-    run(*command, f"sqlite:///{tmp_path}/cut.db")
-    printed = capsys.readouterr()
-    assert "going on with the study" in printed.err
-    found = [
-        [(row["params"], row["scores"]) for row in each["trials"]]
-        for each in (whole, json.loads(printed.out))
-    ]
-    assert found[0] == found[1]
-    tried = [config.lambda_coeff for config in seen if config]
-    assert sorted(tried) == [0.3, 0.3, 0.6, 0.6, 0.6, 1.0, 1.0], "trials, and plain averages"
-
-
 # --- what is said ---------------------------------------------------------------------------------
 
 
@@ -472,9 +300,6 @@ def test_merges_that_differ_are_told_apart_and_those_that_hardly_do_are_not(
     few = llama.merger().evaluate([tmp_path / "near"])
     [remark] = few.remarks
     assert remark.startswith("fewer than 32 examples or 1,000 tokens of 'math.jsonl', 'code.jsonl'")
-    found = search(llama.merger(matched=False), {"lambda_coeff": [0.8, 0.9, 2.5]})
-    assert sorted([found.best.number, *found.rivals]) == [0, 1]
-    assert "cannot be told apart from 1 other" in str(found)
 
 
 def test_the_worst_skill_is_marked_and_json_has_the_numbers_of_the_table(
@@ -507,3 +332,160 @@ def test_a_model_that_gives_no_numbers_is_the_worst(llama: House, tmp_path: Path
     report = llama.merger().evaluate([tmp_path / "broken", llama.models[0]])
     assert numbers_in(report, 3) == [(math.inf, 0.0, math.inf)] * 2
     assert report.remarks[-1] == "math is the best of those that are judged"
+
+
+# --- any torch module -----------------------------------------------------------------------------
+
+
+def compare_states(
+    module: nn.Module, state: Tensors, own: Tensors, batches: Sequence[Any]
+) -> tuple[float, float]:
+    """Agreement and divergence, over all rows of logits."""
+    module.eval()
+    pairs = [(give(module, state, batch), give(module, own, batch)) for batch in batches]
+    given, wanted = (torch.cat([each.flatten(0, -2) for each in some]).double().log_softmax(-1)
+                     for some in zip(*pairs, strict=True))  # fmt: skip
+    same = (given.argmax(-1) == wanted.argmax(-1)).double().mean()
+    divergence = (wanted.exp() * (wanted - given)).sum(-1).mean() / math.log(2)
+    return float(same), float(divergence)
+
+
+Made = tuple[nn.Module, list[list[Any]]]
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: (FLAT, BATCHES), lambda: (TOWER, BATCHES), *map(slow, (make_bert, make_vit))]
+)
+def test_any_module_is_judged_and_its_lambda_chosen_in_memory(make: Callable[[], Made]) -> None:
+    module, batches = make()
+    states = make_states(module)
+    merge = dare.dare_merge(states[0], states[1:], configure({}))
+    report = dare_evaluate(module, states[0], states[1:], batches, [merge], base_batches=batches[0])
+    assert report.names == ("base", "model 0", "model 1", "merge 0")
+    owners = [*zip([*states[1:], states[0]], [*batches, batches[0]], strict=True)]
+    for k, state in enumerate([*states, merge]):
+        found = [compare_states(module, state, own, some) for own, some in owners]
+        assert [each[0] for each in numbers_in(report, k)] == [None] * 3
+        assert [pytest.approx(each, abs=NEAR) for each in found] == [
+            each[1:] for each in numbers_in(report, k)
+        ]
+
+
+@pytest.mark.parametrize("is_matched", [True, False])
+def test_in_memory_the_lambda_taken_is_the_best_on_batches_that_are_held_out(
+    is_matched: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    batches = [[draw(9, 5, seed=9 * k + b) for b in range(8)] for k in range(2)]
+    how = {} if is_matched else {"matched": False}
+    with caplog.at_level("INFO", "dare"):
+        made = dare_match(
+            FLAT, *states_of(FLAT), batches, configure({"lambda_coeff": "auto", **how})
+        )
+    used, held = zip(*(divide(each, 0.25) for each in batches), strict=True)
+    base, tuned = states_of(FLAT)
+    costs = {}
+    for factor in LAMBDAS:
+        config = configure({"lambda_coeff": factor})
+        merged = (
+            dare_match(FLAT, base, tuned, used, config)
+            if is_matched
+            else dare.dare_merge(base, tuned, config)
+        )
+        own = [compare_states(FLAT, merged, *each)[1] for each in zip(tuned, held, strict=True)]
+        costs[factor] = sum(own) / 2, merged
+    best = min(costs, key=lambda factor: costs[factor][0])
+    assert_same(made, costs[best][1])
+    assert f"lambda {best:g} is the best on 36 held-out examples (36 tokens)" in caplog.text
+
+
+def states_of(module: nn.Module) -> tuple[Tensors, list[Tensors]]:
+    base, *tuned = make_states(module)
+    return base, tuned
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda *some: dare_match(*some, [[BATCHES[0][0]]] * 2, AUTO), "cannot be divided"),
+        (lambda *some: dare_match(*some, BATCHES, UNMATCHED), "nothing is matched with the ex"),
+        (lambda *some: dare_evaluate(*some, BATCHES[:1]), "batches for 1 of 2 models"),
+        (lambda _, base, tuned: dare.dare_merge(base, tuned, AUTO), "lambda auto is chosen by"),
+        (lambda _, *some: dare.dare_merge(*some, DareConfig(matched=True)), "without examples"),
+        (lambda module, base, _: dare_evaluate(module, base, [], []), "no models"),
+    ],
+)
+def test_what_cannot_be_judged_in_memory_is_refused(call: Any, words: str) -> None:
+    with pytest.raises(DareError, match=words):
+        call(FLAT, *states_of(FLAT))
+
+
+AUTO = DareConfig(drop_rate=0.0, any_base=True, lambda_coeff="auto")
+UNMATCHED = DareConfig(drop_rate=0.0, any_base=True, matched=False)
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+EXAMPLES = "--examples math.jsonl code.jsonl"
+AUTOMATIC = f"--lambda auto {EXAMPLES}"
+BERT = "-b bert -m bert --any-base --examples ids.jsonl"
+SEARCH = "sweep --vary drop_rate=[0.5]"
+REFUSED = [
+    ("evaluate", 2, "nothing judges the models"),
+    ("merge --lambda auto", 2, "lambda auto is chosen by examples, and there are none"),
+    (f"merge {EXAMPLES} --rule '*:lambda_coeff=\"auto\"'", 2, "lambda_coeff must be"),
+    (f"merge --no-matched {EXAMPLES}", 2, "nothing is matched with the examples, and no lambda"),
+    (f"merge {EXAMPLES} --held-out 1", 2, "must be a number above 0 and below 1, not 1.0"),
+    (f"evaluate {EXAMPLES} --model vocabulary", 1, "is [40, 16] in "),
+    (f"evaluate {EXAMPLES} --model wide", 1, "is [24, 16] in "),
+    (f"evaluate {EXAMPLES} --tokenizer union", 2, "the output has other token ids"),
+    (f"evaluate {EXAMPLES} --max-tokens 5", 1, "no answer of 'math.jsonl' is among the tokens"),
+    (f"evaluate {BERT}", 1, "BertForMaskedLM does not"),
+    (f"merge {BERT} --lambda auto", 1, "BertForMaskedLM does not"),
+    (SEARCH, 2, "nothing scores the models"),
+    (f"{SEARCH} {EXAMPLES} --in-memory", 2, "--in-memory means nothing where examples judge"),
+    (f"{SEARCH} {EXAMPLES} --keep-models x", 2, "--keep-models means nothing where examples"),
+    (f"{SEARCH} {EXAMPLES} --timeout 3", 2, "--timeout means nothing where examples judge"),
+    (f"{SEARCH} {EXAMPLES} --objective no:min", 1, "gives no score 'no', but 'score', 'math'"),
+    ("sweep --vary matched=[true] --evaluate 'cat {model}'", 2, "has no key 'matched'"),
+    (f"merge {AUTOMATIC} --part 1/2", 2, "--part divides a merge by files"),
+    (f"merge {AUTOMATIC} --resume", 2, "cannot be continued"),
+    (f"merge {AUTOMATIC} --runner ray", 2, "--runner ray divides a merge"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "status", "words"), REFUSED)
+def test_what_cannot_be_judged_is_refused_before_anything_is_written(
+    llama: House, tmp_path: Path, monkeypatch: Patch, refused: Refusal,
+    line: str, status: int, words: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    for path in llama.examples:
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    config = llama.kind.config_class
+    for name, size in (("vocabulary", {"vocab_size": 48}), ("wide", {"intermediate_size": 40})):
+        llama.kind(config(**{**LLAMA, **size})).save_pretrained(tmp_path / name)
+    family_model("bert").save_pretrained(tmp_path / "bert")
+    write_lines(tmp_path / "ids.jsonl", [{"input_ids": [2, 3, 4]}] * 4)
+    verb, *flags = shlex.split(line)
+    output = ["-o", tmp_path / "out"] if verb == "merge" else []
+    models = [] if "-b" in flags else llama.flags
+    refused(status, words, verb, *models, *output, *flags)
+
+
+@pytest.mark.parametrize("verb", ["merge", "evaluate"])
+def test_a_full_disk_is_said(
+    llama: House, tmp_path: Path, monkeypatch: Patch, refused: Refusal, verb: str
+) -> None:
+    class Full:
+        """A file on a full disk."""
+
+        def seek(self, _: int) -> None: ...
+        def close(self) -> None: ...
+        def write(self, _: Any) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("darelib.run.matching.model_files.TemporaryFile", lambda dir: Full())
+    own = ["--lambda", "auto", "-o", tmp_path / "out"] if verb == "merge" else []
+    refused(1, "No space left on device", verb, *llama.flags, *own,
+            "--examples", *llama.examples)  # fmt: skip

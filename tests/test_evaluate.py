@@ -108,7 +108,7 @@ def test_texts_are_judged_by_all_their_tokens_and_a_module_without_blocks_as_a_w
     monkeypatch.setattr(network, "find_blocks", lambda model: ("", []))
     report = check_numbers(llama, tmp_path, texts)
     assert "text 0.jsonl (all tokens)" in str(report)
-    assert "text 0.jsonl: 20 examples, 170 tokens in all" in str(report)
+    assert "text 0.jsonl: 20 examples, 170 tokens" in str(report)
 
 
 MERGES: dict[str, dict[str, Any]] = {

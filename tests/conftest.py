@@ -7,10 +7,11 @@ tests.support needs, is imported in the fixtures.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ import pytest
 from darelib.core.tuning import TUNING, Tuning
 
 if TYPE_CHECKING:
+    from tests.house import House
     from tests.support import Capture, Models, Pair, Patch, Refusal
 
 # Tests run on all cores already: more threads for matrices would only wait for each other.
@@ -114,3 +116,16 @@ def check_refused(tmp_path: Path, refused: Refusal) -> Refusal:
         )
 
     return check
+
+
+@pytest.fixture(scope="session")
+def houses(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], House]:
+    """Language models with examples, by their kind."""
+    from tests.house import House
+
+    return functools.cache(lambda kind: House(tmp_path_factory.mktemp(kind), kind))
+
+
+@pytest.fixture(scope="session")
+def llama(houses: Callable[[str], House]) -> House:
+    return houses("llama")

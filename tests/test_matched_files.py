@@ -3,7 +3,6 @@ and what is refused."""
 
 from __future__ import annotations
 
-import functools
 import json
 import shutil
 import signal
@@ -17,15 +16,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dare import ConfigError, DareConfig, DareError, DareMerger
+from dare import ConfigError, DareError
 from darelib.run import matching
 from darelib.run.matching.network import EMBEDDINGS, VECTORS
 from darelib.run.matching.walk import EXCLUDED, Sums, Walk
+from tests.house import COUNT, House, make_adapter, pack, write_lines
 from tests.scene import contents
 from tests.support import (
     BF16,
-    GPT2,
-    GROUPED,
     POSIX,
     Capture,
     Patch,
@@ -33,7 +31,6 @@ from tests.support import (
     Tensors,
     assert_same,
     family_model,
-    low_rank,
     raw,
     read_json,
     run,
@@ -41,98 +38,10 @@ from tests.support import (
     slow,
     tensors_in,
     to_hub_cache,
-    write_adapter,
 )
 from tests.test_adapters import change_of, near
 
-LLAMA = {**GROUPED, "head_dim": 8, "initializer_range": 0.3, "tie_word_embeddings": False}
-TIED = {**LLAMA, "tie_word_embeddings": True}
-LAYERS = ["sliding_attention", "full_attention"]
-# Their class and its settings; how many matrices are matched, and words of the report.
-KINDS: dict[str, tuple[str, str, dict[str, Any], int, str]] = {
-    "llama": ("LlamaForCausalLM", "LlamaConfig", LLAMA, 15, ""),
-    "qwen": ("Qwen3ForCausalLM", "Qwen3Config", TIED, 14, ""),
-    "gemma": ("Gemma3ForCausalLM", "Gemma3TextConfig",
-              {**TIED, "layer_types": LAYERS, "sliding_window": 4}, 14, ""),
-    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {**GPT2, "initializer_range": 0.3}, 8, ""),
-    "moe": ("MixtralForCausalLM", "MixtralConfig", {**TIED, "num_local_experts": 4}, 8,
-            "not matched (no plain matrices): 'model.layers.0.mlp."),
-}  # fmt: skip
 FP8 = torch.float8_e4m3fn
-COUNT = 20  # of examples
-
-
-class House:
-    """A base, two fine-tunes of it, and a file of examples for each."""
-
-    def __init__(self, folder: Path, kind: str) -> None:
-        import transformers
-
-        architecture, config, values, self.matched, self.words = KINDS[kind]
-        self.kind: Any = getattr(transformers, architecture)
-        self.folder = folder
-        self.base, *self.models = (folder / name for name in ("base", "math", "code"))
-        self.examples = [folder / f"{name}.jsonl" for name in ("math", "code")]
-        torch.manual_seed(0)
-        model = self.kind(getattr(transformers, config)(**values)).eval()
-        model.save_pretrained(self.base, max_shard_size="8KB")
-        write_tokenizer(self.base)
-        stored = {name: each.detach().clone() for name, each in model.named_parameters()}
-        for path, examples in zip(self.models, self.examples, strict=True):
-            for name, each in model.named_parameters():
-                each.data = stored[name] + 0.1 * torch.randn(each.shape) * stored[name].std()
-            model.save_pretrained(path)
-            write_lines(examples, make_examples(model))
-
-    def merger(self, models: Any = (), examples: Any = None, **config: Any) -> DareMerger:
-        how = {"drop_rate": 0.0, "any_base": True, "verbose": False, "engine": "plain", **config}
-        more = {"base_examples": how.pop("base_examples", None)}
-        base = how.pop("base", self.base)
-        own = self.examples if examples is None else examples
-        return DareMerger(base, models or self.models, DareConfig(**how), examples=own, **more)
-
-    @property
-    def flags(self) -> list[Any]:
-        how = ["--drop-rate", "0", "-q", "--engine", "plain", "--any-base"]
-        return ["-b", self.base, "-m", *self.models, *how]
-
-
-def write_tokenizer(folder: Path) -> None:
-    """One of words: w0 to w39."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({f"w{k}": k for k in range(40)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
-
-
-@torch.no_grad()
-def make_examples(model: Any) -> list[dict[str, str]]:
-    """Prompts with what the model itself answers, of several lengths."""
-    ids = torch.randint(1, 40, (COUNT, 5))
-    for _ in range(6):
-        ids = torch.cat([ids, model(input_ids=ids).logits[:, -1:].argmax(-1)], 1)
-    rows = [[f"w{token}" for token in row] for row in ids.tolist()]
-    return [
-        {"prompt": " ".join(row[:5]), "completion": " ".join(row[5 : 8 + k % 4])}
-        for k, row in enumerate(rows)
-    ]
-
-
-def write_lines(path: Path, entries: list[Any]) -> Path:
-    path.write_text("".join(f"{json.dumps(entry)}\n" for entry in entries))
-    return path
-
-
-@pytest.fixture(scope="module")
-def houses(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], House]:
-    return functools.cache(lambda kind: House(tmp_path_factory.mktemp(kind), kind))
-
-
-@pytest.fixture(scope="module")
-def llama(houses: Callable[[str], House]) -> House:
-    return houses("llama")
 
 
 @pytest.fixture(scope="module")
@@ -174,20 +83,6 @@ def test_models_of_any_architecture_are_matched_verified_and_loaded(
     change_a_byte(tmp_path / "out", found[changed[0]])
     with pytest.raises(DareError, match="has another digest"):
         merger.verify(tmp_path / "out")
-
-
-def make_adapter(house: House, folder: Path, seed: int) -> Path:
-    shapes = {name: each.shape for name, each in tensors_in(house.base).items() if "proj" in name}
-    pairs: Tensors = {}
-    for name, (high, wide) in shapes.items():
-        pairs |= low_rank(name.removesuffix(".weight"), (high, wide), seed=seed)
-    return write_adapter(folder, pairs, lora_alpha=128)
-
-
-def pack(house: House, path: Path) -> Path:
-    run("pack", "-b", house.base, "-m", house.models[1], "-o", path, "--drop-rate", "0.5",
-        "--seed", "43", "--engine", "plain", "-q", "--any-base")  # fmt: skip
-    return path
 
 
 INPUTS: dict[str, Callable[[House, Path], dict[str, Any]]] = {

@@ -103,7 +103,8 @@ def find_rivals(models: Sequence[Costs], best: int) -> list[int]:
     for k, (_, tokens) in enumerate(models[best]):
         drawn = random.multinomial(len(tokens), np.full(len(tokens), 1 / len(tokens)), DRAWS)
         sums = np.stack([costs[k][0] for costs in models], axis=1)
-        found += drawn @ sums / np.maximum(1, drawn @ tokens)[:, None]
+        with np.errstate(invalid="ignore"):  # infinite costs, which are never drawn
+            found += drawn @ sums / np.maximum(1, drawn @ tokens)[:, None]
     beaten = (found <= found[:, [best]]).mean(axis=0)
     return [k for k, share in enumerate(beaten) if k != best and share >= DOUBT]
 

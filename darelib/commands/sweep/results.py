@@ -191,6 +191,7 @@ class SweepReport(Report):
             "trials": [{"number": row.number} | as_table(row) for row in self.ranked],
             "failed": [{"number": number, "why": why} for number, why in self.failures],
             "front": self.front,
+            "rivals": self.rivals,
             "seconds": self.seconds,
         }
 

@@ -26,6 +26,7 @@ from darelib.config import (
     freeze,
     is_number,
 )
+from darelib.config.values import AUTO
 from darelib.core.drops import DROP_SETTINGS, DROPS, EXPECTATION, RANDOM
 from darelib.core.text import ConfigError, nearest
 from darelib.methods import DEFAULT, METHOD_SETTINGS, METHODS
@@ -179,7 +180,7 @@ class Space:
         ]
         for method in self._list_values("method"):
             self._fit({"method": method}, []).check_models(self.count)
-        names = ("method", "drop", "drop_rate")
+        names = ("method", "drop", "drop_rate", "matched")
         choices = [
             self.fixed | dict(zip(names, values, strict=True))
             for values in product(*map(self._list_values, names))
@@ -271,7 +272,9 @@ class Space:
 
     def _matters(self, name: str, settings: Settings) -> bool:
         if SETTINGS[name].group is Group.EXAMPLES:
-            return self.has_examples and (name == "matched" or settings["matched"] is not False)
+            matches = settings["matched"] is not False or self._rules_match
+            is_judged = settings["lambda_coeff"] == AUTO and name != "match_ridge"
+            return self.has_examples and (name == "matched" or matches or is_judged)
         method = METHODS[settings["method"]]
         drops = set(list_numbers(settings["drop"]))
         if name in METHOD_SETTINGS and name not in method.settings:
@@ -285,6 +288,18 @@ class Space:
         if name == "rescale_q":
             return drops == {RANDOM} and settings["rescale"] in (None, True, EXPECTATION)
         return name != "keep_ratio" or drops == {RANDOM}
+
+    @property
+    def _rules_match(self) -> bool:
+        """Whether rules match, or may."""
+        is_searched = any("matched" in axes for _, axes in self.rules)
+        return is_searched or any(rule.matched for rule in self.config.typed_rules)
+
+    @property
+    def needs_examples(self) -> bool:
+        """Whether merges are matched, or their lambdas chosen, by some of the examples."""
+        matches = {*self._list_values("matched")} != {False} or self._rules_match
+        return self.has_examples and (matches or AUTO in self._list_values("lambda_coeff"))
 
     def _drops_any(self, settings: Settings) -> bool:
         rates = [find_rate(settings), *(rule.drop_rate or 0 for rule in self.config.typed_rules)]

@@ -24,6 +24,7 @@ from darelib.requests.configfile import pin_tokenizer
 from darelib.run import load_in_memory, load_trials
 
 EXAMPLES: Final = "examples"  # that judge, in place of an evaluation
+TOTAL: Final = "score"  # of all files of examples
 
 
 def sweep_models(
@@ -62,10 +63,11 @@ def sweep_models(
             "search in files, or leave the examples out",
         )
     quiet = dataclasses.replace(merger.config, verbose=False)
-    if score is None and quiet.matches:  # what is written is what is scored
-        quiet = dataclasses.replace(quiet, held_out=quiet.judged_share)
     names = name_models([model.name for model in merger.models])
     choices = Space(space, quiet, names, bool(merger.examples))
+    if score is None and choices.needs_examples:  # what is written is what is scored
+        quiet = dataclasses.replace(quiet, held_out=quiet.judged_share)
+        choices = Space(space, quiet, names, True)
     merger = pin_sources(merger)
     with merger.open_inputs() as inputs:
         template = merger.chat_template and merger.chat_template.name
@@ -86,12 +88,12 @@ def sweep_models(
 def list_skills(merger: Merger) -> list[str]:
     """What the score of each file of examples is called."""
     _, *files = merger.examples or (None,)
-    return name_models([file.stem for file in files if file])
+    return name_models([TOTAL, *(file.stem for file in files if file)])[1:]
 
 
 def name_costs(merger: Merger, options: Mapping[str, Any]) -> Sequence[str]:
     """The objectives where examples judge: the mean cost, unless others are wanted."""
-    wanted: Sequence[str] = options.get("objectives", ["score:min"])
+    wanted: Sequence[str] = options.get("objectives", [f"{TOTAL}:min"])
     return [f"{skill}:min" for skill in list_skills(merger)] if wanted == ["each"] else wanted
 
 
@@ -122,7 +124,7 @@ def judge_by_examples(
             check_unchanged(inputs)
             costs = trials.score(config)
             trial.set_user_attr(COSTS, [[sums.tolist(), each.tolist()] for sums, each in costs])
-            return {"score": find_cost(costs), **dict(zip(skills, find_means(costs), strict=True))}
+            return {TOTAL: find_cost(costs), **dict(zip(skills, find_means(costs), strict=True))}
 
         yield score
 

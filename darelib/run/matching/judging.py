@@ -156,11 +156,18 @@ def compare_rows(mine: Picked, own: Picked) -> tuple[Tensor, Tensor, Tensor, Ten
         )
         if mine.wanted is not None:
             columns[0].append(-given.gather(-1, mine.wanted[part, None])[:, 0])
-        columns[1].append(given.argmax(-1) == expected.argmax(-1))
+        is_number = ~given[:, 0].isnan()  # or else nothing of the row is
+        columns[1].append((given.argmax(-1) == expected.argmax(-1)) & is_number)
+        share = expected.exp()
         # What is impossible is no difference: there, 0 is multiplied by infinity.
-        columns[2].append((expected.exp() * (expected - given)).nan_to_num(0.0).sum(-1))
+        apart = torch.where(share == 0, 0.0, share * (expected - given))
+        columns[2].append(apart.sum(-1))
     ones = torch.ones(len(mine.owners), dtype=torch.float64, device="cpu")
-    rows = [torch.cat(each).cpu().double() if each else 0 * ones for each in columns]
+    # A model that gives no numbers is as bad as can be.
+    rows = [
+        torch.cat(each).cpu().double().nan_to_num(math.inf) if each else 0 * ones
+        for each in columns
+    ]
     tokens, loss, same, divergence = (
         ones.new_zeros(mine.examples).index_add_(0, mine.owners, each) for each in (ones, *rows)
     )

@@ -382,6 +382,8 @@ def divide_examples(
     models: ModelFiles,
 ) -> tuple[dict[int, list[Tokens]], dict[int, list[Tokens]]]:
     """Examples that match, and examples that choose lambda."""
+    if models.config.is_auto:
+        models.check_predicts()
     is_divided = models.config.is_auto or models.config.held_out
     return models.hold_out() if is_divided else (models.read_examples(), {})
 

@@ -230,6 +230,14 @@ class ModelFiles:
         used = (base if who == BASE else models[who]).parts[0].examples
         return used.name if used else ""
 
+    def check_predicts(self) -> None:
+        """Refuse what examples cannot judge, before it is matched."""
+        if not self.predicts:
+            raise DareError(
+                f"examples can judge models that predict the next token, and {self.kind} does not",
+                "judge it by --evaluate of a sweep; in Python, dare_evaluate takes any module",
+            )
+
     def make_streams(self, tokens: Sequence[Tokens]) -> list[Stream]:
         return make_streams(tokens, count_batch(self.network.device))
 
@@ -237,16 +245,16 @@ class ModelFiles:
         self, examples: Mapping[int, Sequence[Tokens]]
     ) -> tuple[list[Test], list[JudgedFile]]:
         """What models are judged by."""
-        if not self.predicts:
-            raise DareError(
-                f"examples can judge models that predict the next token, and {self.kind} does not",
-                "judge it by --evaluate of a sweep; in Python, dare_evaluate takes any module",
-            )
         tests = []
         files = []
         for who, tokens in examples.items():
             tests.append(Test(who, self.make_streams(tokens)))
             judged = sum(max(0, len(each.ids) - each.answered) for each in tokens)
+            if not judged:
+                raise DareError(
+                    f"no answer of {self.name_examples(who)!r} is among the tokens that are used",
+                    "give a larger --max-tokens, or shorter prompts",
+                )
             kind = ANSWERS if any(each.answered > 1 for each in tokens) else TOKENS
             files.append(JudgedFile(self.name_examples(who), len(tokens), judged, kind))
         return tests, files

@@ -70,6 +70,8 @@ class States:
         batches: Sequence[Iterable[Any]],
         base_batches: Iterable[Any] | None,
     ) -> None:
+        if not finetuned:
+            raise ConfigError("there are no models", "give at least one state dict")
         if isinstance(batches, Mapping) or len(batches) != len(finetuned):
             raise ConfigError(
                 f"there are batches for {len(batches)} of {len(finetuned)} models",

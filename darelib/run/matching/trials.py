@@ -43,6 +43,7 @@ def judge(
     """others: models that are judged; none: the merge that the plan describes."""
     check_tokens(inputs)
     models = ModelFiles(plan, inputs, interrupts, others)
+    models.check_predicts()
     is_divided = not others and (plan.config.matches or plan.config.is_auto)
     used, held = models.hold_out() if is_divided else ({}, models.read_examples())
     names = shorten_names([model.name for model in others])
@@ -103,7 +104,10 @@ class Trials:
         return min(costs, key=find_cost)
 
     def _find_spool(self, models: ModelFiles) -> Spool:
-        key = repr(start_from(models.config))
+        rows = models.rows.values()
+        # Where lambda is 0, nothing is matched.
+        still = [row.name for row in rows if not row.settings.lambda_coeff]
+        key = repr((start_from(models.config), still if models.config.matches else ()))
         spool = self._spools.pop(key, None)
         if spool is None:
             self.merges += 1
@@ -128,7 +132,8 @@ def open_trials(
     check_tokens(inputs)
     plan = plan_merge(replace(config, lambda_coeff=1.0), inputs)
     models = ModelFiles(plan, inputs, interrupts)
-    used, held = models.hold_out() if config.matches else ({}, models.read_examples())
+    models.check_predicts()
+    used, held = models.hold_out() if config.held_out else ({}, models.read_examples())
     skills = {who: tokens for who, tokens in held.items() if who != BASE}
     with ExitStack() as opened:
         opened.enter_context(models.opened(skills))

@@ -401,7 +401,7 @@ def test_a_module_is_left_as_it_was() -> None:
     before = tower.blocks[0].forward
     match(tower, STATES, BATCHES)
     broken = [[torch.full_like(x, torch.nan)[:, :, :3] for x in some] for some in BATCHES]
-    with pytest.raises(DareError, match=r"torch cannot match the model: .* cannot be multiplied"):
+    with pytest.raises(DareError, match=r"torch cannot call the model: .* cannot be multiplied"):
         match(tower, STATES, broken)
     assert tower.blocks[0].forward is before
     assert tower.training

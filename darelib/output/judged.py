@@ -155,7 +155,14 @@ class LambdaChoice:
 
     @property
     def warnings(self) -> list[str]:
-        return find_doubts(self.files)
+        found = find_doubts(self.files)
+        ends = {min(self.tried)[0]: "smaller", max(self.tried)[0]: "larger"}
+        if self.chosen in ends:
+            found.append(
+                f"lambda {self.chosen:g} is at the end of what was tried: "
+                f"a {ends[self.chosen]} one may be better"
+            )
+        return found
 
     def __str__(self) -> str:
         measures = " and ".join(dict.fromkeys(file.measure for file in self.files))

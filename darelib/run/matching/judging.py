@@ -8,7 +8,7 @@ In memory at a time: a block of a model, and what the last block gives for each 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -31,6 +31,7 @@ from darelib.run.matching.walk import Stream, flatten
 # Of the lambdas that are tried: from far too small to far too large.
 LAMBDAS: Final = (0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.2, 1.5, 2.0, 2.5)
 ROWS: Final = 256  # tokens that are compared at a time: each has as many numbers as words
+REMEMBERED: Final = 1 << 29  # bytes of what fine-tunes expect, which all models are compared with
 # The weights of several models, one after the other, for some of the module's names.
 Make: TypeAlias = Callable[[Sequence[str]], Iterable[Weights]]
 Known: TypeAlias = list[list[Any]]  # what the last block gave, by file and batch
@@ -67,6 +68,7 @@ class Judge:
         self.advance = advance
         # What the fine-tunes themselves make of their examples.
         self.own = [self._follow(self.only(test.who), [test]) for test in tests]
+        self._wanted: dict[tuple[int, int], Picked] = {}  # what they expect, by test and batch
 
     def only(self, who: int) -> Make:
         return lambda names: [self.load(who, names)]
@@ -107,19 +109,31 @@ class Judge:
     def _compare(self, end: Segment, weights: Weights, t: int, known: Sequence[Any]) -> Score:
         """A model's score on the examples of a test. known: what its last block gave."""
         test = self.tests[t]
-        own = self.network.take(self.load, test.who, end.parameters)
-        theirs = self.own[t][0][0] if self.own[t] else [None] * len(test.streams)
         parts = [
-            compare_rows(
-                pick_rows(self._call(end, weights, stream, mine), stream),
-                pick_rows(self._call(end, own, stream, their), stream),
+            compare_rows(pick_rows(self._call(end, weights, stream, mine), stream), wanted)
+            for stream, mine, wanted in zip(
+                test.streams, known, self._list_wanted(end, t), strict=True
             )
-            for stream, mine, their in zip(test.streams, known, theirs, strict=True)
         ]
         sums = [torch.cat(each).numpy() for each in zip(*parts, strict=True)]
         tokens, loss, same, divergence = sums
         is_judged = all(stream.answers is not None for stream in test.streams)
         return Score(tokens, loss if is_judged else None, same, divergence)
+
+    def _list_wanted(self, end: Segment, t: int) -> Iterator[Picked]:
+        """What the owner of a test expects, batch by batch: remembered, so far as there is room."""
+        test = self.tests[t]
+        own: Weights = {}
+        theirs = self.own[t][0][0] if self.own[t] else [None] * len(test.streams)
+        for b, (stream, known) in enumerate(zip(test.streams, theirs, strict=True)):
+            wanted = self._wanted.get((t, b))
+            if wanted is None:
+                own = own or self.network.take(self.load, test.who, end.parameters)
+                wanted = pick_rows(self._call(end, own, stream, known), stream)
+                held = sum(each.logits.nbytes for each in self._wanted.values())
+                if held + wanted.logits.nbytes <= REMEMBERED:
+                    self._wanted[t, b] = wanted
+            yield wanted
 
 
 def list_lambdas(config: DareConfig) -> list[DareConfig]:

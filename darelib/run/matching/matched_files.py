@@ -159,14 +159,15 @@ class Matching:
             whole = sum(map(math.prod, shapes.values()))
             operations += 2 * whole * judged * (len(LAMBDAS) + 1)
             sizes = [shape for name, shape in shapes.items() if name in free]
-            width = width or min((min(shape) for shape in sizes), default=0)
+            width = width or min(map(min, shapes.values()), default=0)
             entries = sum(rows * columns for rows, columns in sizes)
             largest = max(largest, entries)
             operations += FORWARDS * 2 * entries * tokens
             for side in {columns for _, columns in sizes}:
                 operations += 2 * side**2 * tokens + side**3 // 3
                 widest = max(widest, side)
-        hidden = 2 * tokens * width
+        # The fine-tunes' and the merge's; then the fine-tunes' and one for each lambda.
+        hidden = max(2 * tokens, (len(LAMBDAS) + 1) * judged) * width
         blocks = (len(self.participants) + 4) * largest
         rate = MatrixEngine(self.config.engine).measure_rate(self.models.plan.threads)
         return PlannedMatch(

@@ -143,6 +143,7 @@ class Spool:
 
     def __init__(self, folder: Path | None = None) -> None:
         """folder: None: the system's, for what is temporary."""
+        self.place = "beside the output" if folder else "for temporary files: TMPDIR names a folder"
         self.file = TemporaryFile(dir=folder)  # noqa: SIM115
         self.close = self.file.close
         self.size = 0
@@ -155,7 +156,7 @@ class Spool:
         except OSError as error:
             raise DareError(
                 f"there is no room for what is merged before it is judged: {error.strerror}",
-                "make room, or name another folder in the variable TMPDIR",
+                f"make room {self.place}",
             ) from None
         self.places[name] = self.size, tensor.shape
         self.size += tensor.nbytes
@@ -199,13 +200,18 @@ class ModelFiles:
     def predicts(self) -> bool:
         return self.kind.endswith(PREDICTING)
 
-    def read_examples(self) -> dict[int, list[Tokens]]:
-        """By whose they are: the models', and the base's last."""
+    @property
+    def owners(self) -> dict[int, Checkpoint]:
+        """Of examples: the models, and the base as the last."""
         base, *models = self.inputs
+        return {**dict(enumerate(models)), BASE: base}
+
+    def read_examples(self) -> dict[int, list[Tokens]]:
+        base = self.inputs[0]
         rows = self.plan.embedding_rows
         return {
             who: Reader([model.folder, base.folder], model.name, rows).read(examples)
-            for who, model in [*enumerate(models), (BASE, base)]
+            for who, model in self.owners.items()
             if (examples := model.parts[0].examples)
         }
 
@@ -226,9 +232,12 @@ class ModelFiles:
         return used, {who: held for who, (_, held) in parts.items()}
 
     def name_examples(self, who: int) -> str:
-        base, *models = self.inputs
-        used = (base if who == BASE else models[who]).parts[0].examples
-        return used.name if used else ""
+        """Its file, and where several have one name, its owner, too."""
+        names = {
+            k: used.name for k, each in self.owners.items() if (used := each.parts[0].examples)
+        }
+        is_known = list(names.values()).count(names[who]) > 1
+        return f"{self.owners[who].name}: {names[who]}" if is_known else names[who]
 
     def check_predicts(self) -> None:
         """Refuse what examples cannot judge, before it is matched."""

@@ -114,7 +114,10 @@ def explain_memory() -> Iterator[None]:
         if "allocate memory" in str(error):
             raise DareError("there is too little memory to match the model", hint) from None
         reason = " ".join(str(error).split())
-        raise DareError(f"torch cannot match the model: {reason}", "merge it by weights") from error
+        raise DareError(
+            f"torch cannot call the model: {reason}",
+            "check the shapes of weights and batches; a merge by weights needs no examples",
+        ) from error
 
 
 @dataclass

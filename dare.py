@@ -264,7 +264,7 @@ class DareMerger:
         written in folder, over the one before unless keep_models; in_memory, a state dict; or the
         live model, into whose tensors it was merged, and which holds the winner in the end. space:
         as under [sweep] in TOML. options: trials, search, objectives, storage and study
-        (darelib.commands.sweep.search.Options).
+        (darelib.commands.sweep.search.SearchOptions).
         """
         from darelib.commands.sweep.start import sweep_models
 

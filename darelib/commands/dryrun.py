@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Self
 
-from darelib.commands.report import Part, Report, Table
+from darelib.commands.report import Report, Section, Table
 from darelib.commands.summary import AdapterFit, say_what
 from darelib.config import TENSOR_SETTINGS, DareConfig, Rule
 from darelib.core.drops import EXPECTATION, RANDOM
@@ -124,7 +124,7 @@ class Plan(Report):
     matching: PlannedMatch | None  # where it would be matched with examples
     warnings: tuple[str, ...]
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[Section]:
         return [
             f"would {say_what('merge', len(self.models) - 1)} {printable(self.output)}\n",
             *self._list_models(),
@@ -134,7 +134,7 @@ class Plan(Report):
             *(f"{label:8}{words}" for label, words in self._needs()),
         ]
 
-    def _list_models(self) -> Iterator[Part]:
+    def _list_models(self) -> Iterator[Section]:
         rows = [["model", "size", "tensors", "parameters", "type"]]
         for model in self.models:
             cells = [human(model.size), f"{model.tensors:,}", f"{model.parameters:,}"]

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from darelib.commands.options import SHARED, Flags, MergerClass, Options, make_merger, show
-from darelib.commands.report import Part, Report, Table
+from darelib.commands.report import Report, Section, Table
 from darelib.config import Group
 from darelib.core.text import ConfigError, printable, shorten_names
 from darelib.run import load_trials
@@ -54,7 +54,7 @@ class EvaluationReport(Report):
         """The file on which a model is furthest from its owner."""
         return max(range(len(scores)), key=lambda k: scores[k].mean(scores[k].divergence))
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[Section]:
         rows = [["", *(printable(file.title) for file in self.files)]]
         for name, scores in zip(self.names, self.scores, strict=True):
             worst = self.find_worst(scores) if len(scores) > 1 else None

@@ -33,7 +33,7 @@ class Table(NamedTuple):
         return f"<table>{''.join(lines)}</table>"
 
 
-Part: TypeAlias = str | Table  # of a report, as lines
+Section: TypeAlias = str | Table  # of a report, as lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Report:
     def __str__(self) -> str:
         return "\n".join(map(str, self.parts()))
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[Section]:
         return [str(self)]
 
     def to_dict(self) -> dict[str, Any]:

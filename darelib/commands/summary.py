@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 
-from darelib.commands.report import Part, Report, Table
+from darelib.commands.report import Report, Section, Table
 from darelib.config import as_toml
 from darelib.core.drops import DROPS, EXPECTATION, RANDOM
 from darelib.core.mask import MASK_BITS
@@ -126,10 +126,10 @@ class MergeReport(Report):
     matching: MatchReport | None  # where it was matched with examples
     choice: LambdaChoice | None  # where examples have chosen lambda
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[Section]:
         return [*(self._list_models() if self.models else ()), self._summarize()]
 
-    def _list_models(self) -> Iterator[Part]:
+    def _list_models(self) -> Iterator[Section]:
         titles = "model,seed,parameters,drop rate,dropped,mean |delta|,largest,above"
         yield Table([titles.split(","), *(model.cells for model in self.models)])
         is_number = isinstance(self.lambda_coeff, float)

@@ -92,7 +92,7 @@ def find_sine(x: int) -> int:
 # --- sums -----------------------------------------------------------------------------------------
 
 
-class Space:
+class Basis:
     """What some vectors span."""
 
     def __init__(self, products: Products, count: int) -> None:
@@ -139,7 +139,7 @@ def slerp_weights(first: float, second: float, product: float, t: float) -> tupl
 @lru_cache(64)
 def find_arc(products: Products, t: float) -> Products:
     """Slerp of two; unlike slerp_weights, up to the smallest angles, and from a vector of 0."""
-    first, second = (max(length, LEAST_LENGTH) for length in Space(products, 2).lengths)
+    first, second = (max(length, LEAST_LENGTH) for length in Basis(products, 2).lengths)
     cosine = clip(products[2] / first / second)
     is_line = (1 - cosine) * (1 + cosine) <= LEAST_SQUARE
     return (1 - t, t) if is_line else divide_arc(cosine, t)
@@ -152,7 +152,7 @@ def find_direction(products: Products, weights: Products) -> Products:
     What multislerp adds to it is 0: distances from a mean add up to that. Where the mean is 0, the
     vectors themselves are summed up, as mergekit does with two.
     """
-    space = Space(products, len(weights))
+    space = Basis(products, len(weights))
     pairs = list(zip(weights, space.lengths, strict=True))
     mean = [weight / (length + ADDED) for weight, length in pairs]
     size = space.measure(mean)
@@ -167,7 +167,7 @@ def find_karcher(products: Products, count: int, max_iter: int, tol: float) -> P
     """The Karcher mean of the directions, which is nearest to all of them along the sphere, with
     the mean of the lengths. Vectors no longer than tol have no direction.
     """
-    space = Space(products, count)
+    space = Basis(products, count)
     units = [1 / length if length > tol else 0.0 for length in space.lengths]
     used = [i for i, unit in enumerate(units) if unit]
     if not used:
@@ -189,7 +189,7 @@ def find_karcher(products: Products, count: int, max_iter: int, tol: float) -> P
 
 
 def add_ways(
-    space: Space, units: Sequence[float], start: Sequence[float], tol: float
+    space: Basis, units: Sequence[float], start: Sequence[float], tol: float
 ) -> list[float]:
     """The sum of the ways from a point on the sphere to all directions, each as long as its angle.
 

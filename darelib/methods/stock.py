@@ -5,14 +5,14 @@ from functools import lru_cache
 from itertools import combinations
 from typing import Final
 
-from darelib.methods.arcs import LEAST_PRODUCT, Products, Space, clip, weigh_by_products
+from darelib.methods.arcs import LEAST_PRODUCT, Basis, Products, clip, weigh_by_products
 from darelib.methods.looks import GramLook
 from darelib.methods.method import SUM, Family, Method
 
 
 @lru_cache(64)
 def find_stock(products: Products, count: int) -> Products:
-    lengths = Space(products, count).lengths
+    lengths = Basis(products, count).lengths
     sizes = [one * other for one, other in combinations(lengths, 2)]
     pairs = zip(products[count:], sizes, strict=True)
     cosines = [clip(product / max(size, LEAST_PRODUCT)) for product, size in pairs]

@@ -170,7 +170,7 @@ class AdaptedModel(Checkpoint):
 
 
 @dataclass(frozen=True)
-class Part:
+class StackedModel:
     model: Checkpoint
     files: int  # how many files of others come before its own
     kind: str  # what is before the index of a layer in a name
@@ -179,7 +179,7 @@ class Part:
     layers: Mapping[int, dict[str, TensorInfo]]
 
     @classmethod
-    def of(cls, model: Checkpoint, files: int) -> Part:
+    def of(cls, model: Checkpoint, files: int) -> StackedModel:
         counts = count_layers(model.tensors)
         if len(counts) != 1:
             raise DareError(
@@ -222,9 +222,9 @@ class Stack(Checkpoint):
         self.paths = tuple(path for model in models for path in model.paths)
         self.files = []
         self.tensors = {}
-        own: dict[Source, Part] = {}
+        own: dict[Source, StackedModel] = {}
         for model in models:
-            own[model.source] = Part.of(model, len(self.files))
+            own[model.source] = StackedModel.of(model, len(self.files))
             self.files += model.files
         self._own = own
         self.specs = frozenset(spec for model in models for spec in model.specs)
@@ -265,7 +265,7 @@ class Stack(Checkpoint):
         return list(self.tensors.values())
 
     @cached_property
-    def _order(self) -> list[tuple[Part, int]]:
+    def _order(self) -> list[tuple[StackedModel, int]]:
         """The layers, one after the other: whose they are, and their indices there."""
         slices = self.source.slices
         # Before any is listed: a range may be long, and be given often.
@@ -275,7 +275,7 @@ class Stack(Checkpoint):
                 f"{self.name!r} would have {'too many' if total else 'no'} layers",
                 "give other ranges of layers",
             )
-        order: list[tuple[Part, int]] = []
+        order: list[tuple[StackedModel, int]] = []
         for own in slices:
             part = self._own[own.source]
             if own.stop > part.depth:
@@ -308,7 +308,7 @@ class Stack(Checkpoint):
                 )
 
     def _add(
-        self, part: Part, tensors: dict[str, TensorInfo], rename: Callable[[str], str]
+        self, part: StackedModel, tensors: dict[str, TensorInfo], rename: Callable[[str], str]
     ) -> None:
         for name, info in tensors.items():
             encoding = info.encoding.move(part.files, rename)

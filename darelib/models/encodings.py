@@ -40,7 +40,7 @@ class Target:
     put: Put
 
 
-class Product(NamedTuple):
+class FactorPair(NamedTuple):
     """The two stored matrices of a LoRA: their product is scale * left @ right."""
 
     left: TensorInfo  # rows x rank; transposed: rank x rows
@@ -52,7 +52,7 @@ class Product(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Span:
     """Elements of a tensor, one after the other."""
 
     info: TensorInfo | None  # None: zeros, where nothing is changed
@@ -72,7 +72,7 @@ class Encoding:
     config_keys: ClassVar[tuple[str, ...]] = ()
     files: ClassVar[tuple[str, ...]] = ()
 
-    product: Product | None = None  # of a LoRA
+    product: FactorPair | None = None  # of a LoRA
     # Of a packed tensor: its drop rate, the share of its entries that is stored, the base's tensor,
     # which has the values of all others, and the name that its mask is drawn by.
     drop_rate: float = 0.0
@@ -119,9 +119,9 @@ class Encoding:
         """The two matrices whose product a change is, in float64; None: it is not stored so."""
         return None
 
-    def list_pieces(self, info: TensorInfo) -> tuple[Piece, ...]:
+    def list_pieces(self, info: TensorInfo) -> tuple[Span, ...]:
         """The stored tensors that a tensor is made of: itself, unless those are others."""
-        return (Piece(info, 0, info.count),)
+        return (Span(info, 0, info.count),)
 
     def revert(self, change: TensorInfo) -> TensorInfo:
         """A change to such a tensor, in the order of what it is made of."""

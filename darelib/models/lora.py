@@ -26,7 +26,7 @@ from darelib.core.tuning import TUNING
 from darelib.kernels import Kernel, KernelSpec, fallback
 from darelib.models.checkpoint import EMBEDDINGS, HEADS, QUANTISE_HINT, Checkpoint
 from darelib.models.directories import Layout
-from darelib.models.encodings import Derived, Input, Product, TensorInfo, drop_ones
+from darelib.models.encodings import Derived, FactorPair, Input, TensorInfo, drop_ones
 from darelib.models.source import Source
 from darelib.models.tensorfile import AGAIN_HINT
 
@@ -158,7 +158,7 @@ def find_spec(info: TensorInfo) -> KernelSpec:
 class LowRank(Derived):
     """The product of two matrices: a change, or added to the whole tensor that it changes."""
 
-    product: Product
+    product: FactorPair
     columns: int
     adapter: LoraAdapter = field(repr=False)
     # The tensor that it changes, where that was saved with it, or where DoRA needs its lengths.
@@ -386,7 +386,7 @@ def make_product(
         whole = base
     left, right = (pair.a, pair.b) if transposed else (pair.b, pair.a)
     encoding = LowRank(
-        product=Product(left, right, pair.rank, transposed, scale, pair.magnitudes),
+        product=FactorPair(left, right, pair.rank, transposed, scale, pair.magnitudes),
         columns=right.count // pair.rank,
         adapter=adapter,
         whole=whole,

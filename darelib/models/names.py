@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Final, NamedTuple, TypeAlias
 
 # The parts of a stacked tensor: name, and the first and last share of the rows there.
-Table: TypeAlias = Mapping[str, str | tuple[tuple[str, int, int], ...]]
+NameTable: TypeAlias = Mapping[str, str | tuple[tuple[str, int, int], ...]]
 
 TRANSPOSED: Final = ("text_projection", "text_projection.weight")  # of either against the other
 
@@ -30,7 +30,7 @@ RESNET: Final = {
 LEVELS: Final = range(4)
 # By level of the UNet: its blocks are numbered throughout, two in each and one that makes the
 # picture smaller; on the way back three, and what makes it larger is beside the last one.
-UNET: Final[Table] = {
+UNET: Final[NameTable] = {
     "time_embed.0": "time_embedding.linear_1",
     "time_embed.2": "time_embedding.linear_2",
     "label_emb.0.0": "add_embedding.linear_1",
@@ -77,13 +77,13 @@ UNET: Final[Table] = {
 }
 # Where there is no attention on the lowest level, its place is taken.
 PLAIN_LEVEL: Final = {"output_blocks.2.1.conv": "up_blocks.0.upsamplers.0.conv"}
-SMALL_UNET: Final[Table] = {
+SMALL_UNET: Final[NameTable] = {
     **{old: new for old, new in UNET.items() if new not in PLAIN_LEVEL.values()},
     **PLAIN_LEVEL,
 }
 
 VAE_ATTENTION: Final = {"norm": "group_norm", "q": "to_q", "k": "to_k", "v": "to_v"}
-VAE: Final[Table] = {
+VAE: Final[NameTable] = {
     **{
         f"{side}.mid.attn_1.{old}": f"{side}.mid_block.attentions.0.{new}"
         for side in ("encoder", "decoder")
@@ -131,7 +131,7 @@ OLD_VAE: Final = {
 }
 
 LAYER: Final = "text_model.encoder.layers.#."
-OPEN_CLIP: Final[Table] = {
+OPEN_CLIP: Final[NameTable] = {
     "token_embedding": "text_model.embeddings.token_embedding",
     "positional_embedding": "text_model.embeddings.position_embedding.weight",
     "ln_final": "text_model.final_layer_norm",
@@ -161,7 +161,7 @@ EMBEDDERS: Final = {
     "vector_in": "text_embedder",
     "guidance_in": "guidance_embedder",
 }
-FLUX: Final[Table] = {
+FLUX: Final[NameTable] = {
     "img_in": "x_embedder",
     "txt_in": "context_embedder",
     **{
@@ -200,7 +200,7 @@ FLUX: Final[Table] = {
 }
 
 
-SD3: Final[Table] = {
+SD3: Final[NameTable] = {
     "x_embedder.proj": "pos_embed.proj",
     "pos_embed": "pos_embed.pos_embed",
     **{
@@ -289,7 +289,7 @@ class Map:
     component: str
     # A tensor that every such component has: its name in original files, and those in diffusers.
     markers: tuple[str, ...]
-    table: Table
+    table: NameTable
     # Other names that diffusers has for the same: the usual ones by them.
     others: Mapping[str, str] = field(default_factory=dict)
     file: Places | None = None  # the single file that it is in; None: it may be in several

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from darelib.core.formats import STORED_BITS
 from darelib.core.text import DareError, count_of
 from darelib.models.checkpoint import Checkpoint
-from darelib.models.encodings import Derived, Input, Piece, TensorInfo, drop_ones
+from darelib.models.encodings import Derived, Input, Span, TensorInfo, drop_ones
 from darelib.models.names import (
     ALONE,
     DEEP,
@@ -188,7 +188,7 @@ def _join_shares(parts: list[tuple[Share, TensorInfo]]) -> TensorInfo | None:
     pieces = []
     for share, info in parts:
         unit = info.shape[0] // share.total * width
-        pieces.append(Piece(info, share.first * unit, share.length * unit))
+        pieces.append(Span(info, share.first * unit, share.length * unit))
     rows = sum(share.length * info.shape[0] // share.total for share, info in parts)
     return join(pieces, (rows, *first.shape[1:]))
 
@@ -246,7 +246,7 @@ def put_back(changes: Tensors, base: Tensors, ways: Tensors, adapter: str) -> di
     """
     made = {name: change for name, change in changes.items() if name in base}
     own = {id(info): name for name, info in base.items()}
-    found = defaultdict[str, list[tuple[int, Piece]]](list)
+    found = defaultdict[str, list[tuple[int, Span]]](list)
     for name, change in changes.items():
         if name in base:
             continue
@@ -261,7 +261,7 @@ def put_back(changes: Tensors, base: Tensors, ways: Tensors, adapter: str) -> di
         place = 0
         for piece in way.encoding.list_pieces(way):
             target = own[id(piece.info)]
-            found[target].append((piece.start, Piece(change, place, piece.count)))
+            found[target].append((piece.start, Span(change, place, piece.count)))
             place += piece.count
     for name, pieces in found.items():
         filled = fill_gaps(pieces, base[name].count)
@@ -288,13 +288,13 @@ def put_back(changes: Tensors, base: Tensors, ways: Tensors, adapter: str) -> di
 class Pieces(Derived):
     """Pieces of other tensors of the same type, one after the other."""
 
-    parts: tuple[Piece, ...]
+    parts: tuple[Span, ...]
 
     @property
     def is_delta(self) -> bool:
         return any(part.info.is_delta for part in self.parts if part.info)
 
-    def list_pieces(self, info: TensorInfo) -> tuple[Piece, ...]:
+    def list_pieces(self, info: TensorInfo) -> tuple[Span, ...]:
         return self.parts
 
     def stored_bytes(self, info: TensorInfo) -> int:
@@ -343,11 +343,11 @@ def count_used(infos: Iterable[TensorInfo]) -> Counter[int]:
 
 
 def transpose(info: TensorInfo) -> TensorInfo:
-    encoding = Transposed((Piece(info, 0, info.count),))
+    encoding = Transposed((Span(info, 0, info.count),))
     return TensorInfo(info.dtype, info.shape[::-1], encoding=encoding)
 
 
-def join(parts: Sequence[Piece], shape: tuple[int, ...]) -> TensorInfo:
+def join(parts: Sequence[Span], shape: tuple[int, ...]) -> TensorInfo:
     """A tensor of pieces; of one that is whole, that one, if it has this shape."""
     first = next(part.info for part in parts if part.info)
     if len(parts) == 1 and parts[0].count == first.count:
@@ -365,13 +365,13 @@ def fit_shape(info: TensorInfo, shape: tuple[int, ...]) -> TensorInfo:
     return join(info.encoding.list_pieces(info), shape) if fits else info
 
 
-def fill_gaps(pieces: Sequence[tuple[int, Piece]], count: int) -> list[Piece] | None:
+def fill_gaps(pieces: Sequence[tuple[int, Span]], count: int) -> list[Span] | None:
     """Pieces in the order of their places, with zeros between them; None: two of them overlap."""
-    filled: list[Piece] = []
+    filled: list[Span] = []
     end = 0
-    for place, piece in [*sorted(pieces, key=lambda pair: pair[0]), (count, Piece(None, 0, 0))]:
+    for place, piece in [*sorted(pieces, key=lambda pair: pair[0]), (count, Span(None, 0, 0))]:
         if place < end:
             return None
-        filled += [Piece(None, 0, place - end), piece]
+        filled += [Span(None, 0, place - end), piece]
         end = place + piece.count
     return [piece for piece in filled if piece.count]

@@ -23,8 +23,8 @@ from darelib.models.fp8 import UNREAD_HINTS
 from darelib.plan.tensorplan import (
     COPIED,
     Match,
-    Table,
     TensorPlan,
+    TensorTable,
     choose_components,
     find_buffer,
     is_quantised,
@@ -44,7 +44,7 @@ WIDTH_HINT: Final = (
 
 
 def check_table(
-    config: DareConfig, inputs: Sequence[Described], table: Table, looks_only: bool
+    config: DareConfig, inputs: Sequence[Described], table: TensorTable, looks_only: bool
 ) -> None:
     """Refuse what cannot be merged. If there are several faults, the most basic one is named.
 
@@ -183,7 +183,7 @@ def check_plain(config: DareConfig, base: Described) -> None:
             )
 
 
-def check_layers(config: DareConfig, inputs: Sequence[Described], table: Table) -> None:
+def check_layers(config: DareConfig, inputs: Sequence[Described], table: TensorTable) -> None:
     """Refuse a base that lacks weights of its own layers which all models have.
 
     Adapters, packed models and parts of models do not say what a whole model has.

@@ -280,7 +280,7 @@ class Match(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Table:
+class TensorTable:
     """What becomes of each tensor."""
 
     tensors: Sequence[TensorPlan]
@@ -310,7 +310,7 @@ class Matcher:
         self._quantised = quantised_modules(self.base.tensors)
         self._embeddings = [name for name in self.base.tensors if name.endswith(EMBEDDINGS)]
 
-    def make_table(self) -> Table:
+    def make_table(self) -> TensorTable:
         chosen = {
             name: info
             for name, info in self.base.tensors.items()
@@ -323,7 +323,7 @@ class Matcher:
             for match in own:
                 if match.info.shape != chosen[name].shape:
                     mismatched[match.model].append(name)
-        return Table(
+        return TensorTable(
             tensors=[self._plan(name, chosen[name], own) for name, own in matches.items()],
             matches=matches,
             kept=self._kept,

@@ -13,7 +13,7 @@ from darelib.core.text import LISTED, count_of, list_names
 from darelib.methods import DEFAULT
 from darelib.models.checkpoint import compare_configs
 from darelib.models.encodings import Described
-from darelib.plan.tensorplan import AVERAGED, COPIED, Table, TensorPlan
+from darelib.plan.tensorplan import AVERAGED, COPIED, TensorPlan, TensorTable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,7 +30,7 @@ SMALLEST: Final = 2.0**-24
 def list_warnings(
     config: DareConfig,
     inputs: Sequence[Described],
-    table: Table,
+    table: TensorTable,
     seeds: Sequence[int],
     looks_only: bool,
 ) -> Iterator[str]:
@@ -158,7 +158,7 @@ def find_odd_names(name: str, missing: Sequence[str], extra: Sequence[str]) -> I
         yield f"{name} has {count} that the base lacks: {list_names(extra)}; left out"
 
 
-def find_odd_shapes(config: DareConfig, name: str, i: int, table: Table) -> Iterator[str]:
+def find_odd_shapes(config: DareConfig, name: str, i: int, table: TensorTable) -> Iterator[str]:
     merged = {tensor.name for tensor in table.tensors if tensor.merged}
     shapes = [
         f"{own!r} ({list(match.info.shape)})"
@@ -173,7 +173,7 @@ def find_odd_shapes(config: DareConfig, name: str, i: int, table: Table) -> Iter
         yield f"{name} has tensors of other shapes: {', '.join(shapes[:LISTED])}{more}; {what}"
 
 
-def find_stand_ins(name: str, i: int, table: Table) -> Iterator[str]:
+def find_stand_ins(name: str, i: int, table: TensorTable) -> Iterator[str]:
     """Tied weights that a model stores once."""
     for head, matches in table.matches.items():
         for match in matches:

@@ -48,7 +48,13 @@ from darelib.models.source import (
     is_template,
 )
 from darelib.models.vocabulary import TEMPLATES, TOKENIZER_FILE
-from darelib.requests.mergekitfile import MergekitFile, Part, Reference, Table, read_documents
+from darelib.requests.mergekitfile import (
+    LayerSlice,
+    MergekitFile,
+    Reference,
+    YamlTable,
+    read_documents,
+)
 from darelib.requests.request import Request, SeveralDocuments
 
 FLAGS: Final = (
@@ -100,18 +106,18 @@ class Parameters:
         self.tables = [self.look_up_all(part) for part in file.parts]
         self.layers: dict[str, int] = {}  # those of the base, where each tensor is looked at
 
-    def look_up_all(self, part: Part) -> dict[Key, Entries]:
+    def look_up_all(self, part: LayerSlice) -> dict[Key, Entries]:
         family = self.file.family
         levels = (part.parameters, self.file.parameters)
         table = {(name, -1): self.look_up(name, levels) for name in (*family.shared, *family.only)}
         for i in range(len(self.file.models)):
-            own: tuple[Table, ...] = ({"weight": 0},)  # the base stands in for a model
+            own: tuple[YamlTable, ...] = ({"weight": 0},)  # the base stands in for a model
             if i + 1 < len(part.columns):
                 own = (part.models.get(part.choose(i + 1), {}), *levels)
             table |= {(name, i): self.look_up(name, own) for name in family.each}
         return table
 
-    def look_up(self, name: str, levels: Sequence[Table]) -> Entries:
+    def look_up(self, name: str, levels: Sequence[YamlTable]) -> Entries:
         """A parameter by filter: the nearest level first, the default last."""
         values = [*(level.get(name) for level in levels), self.file.family.defaults.get(name)]
         parsed = [self.parse_entries(name, value) for value in values if value is not None]
@@ -165,7 +171,7 @@ class Parameters:
         )
         return Gradient(tuple(numbers)) if len(numbers) > 1 else numbers[0]
 
-    def as_settings(self) -> tuple[Table, tuple[Rule, ...]]:
+    def as_settings(self) -> tuple[YamlTable, tuple[Rule, ...]]:
         """[dare] with the settings of most tensors, and rules for the others."""
         settings = {name: translate(self.file, self.choose_all(name)) for name in self.list_names()}
         self.file.check(
@@ -231,7 +237,7 @@ class Parameters:
         depth = depth_of(name, self.layers) if self.layers else place.depth
         return {key: value_at(value, depth) for key, value in values.items()}
 
-    def choose(self, key: Key, entries: Entries, name: str, part: Part) -> Value:
+    def choose(self, key: Key, entries: Entries, name: str, part: LayerSlice) -> Value:
         for word, value in entries:
             if word in name:
                 return value
@@ -243,10 +249,10 @@ class Parameters:
         )
 
 
-def translate(file: MergekitFile, values: Mapping[Key, Any]) -> Table:
+def translate(file: MergekitFile, values: Mapping[Key, Any]) -> YamlTable:
     """mergekit's parameters of a tensor as our settings."""
     family = file.family
-    made: Table = {"method": file.ours, "drop_rate": 0.0}
+    made: YamlTable = {"method": file.ours, "drop_rate": 0.0}
     if file.from_zero:
         made["origin"] = ZERO
     if family.drop:
@@ -277,7 +283,7 @@ def convert(name: str, value: Any) -> Any:
     return Gradient(tuple(map(complement, value.numbers))) if is_gradient else complement(value)
 
 
-def read_dtype(file: MergekitFile) -> Table:
+def read_dtype(file: MergekitFile) -> YamlTable:
     key = "out_dtype" if "out_dtype" in file.content else "dtype"
     given = file.content.get(key)
     name = str(given).removeprefix("torch.")
@@ -290,7 +296,7 @@ def read_dtype(file: MergekitFile) -> Table:
     return {} if given is None else {"dtype": name}
 
 
-def read_padding(file: MergekitFile) -> Table:
+def read_padding(file: MergekitFile) -> YamlTable:
     multiple = file.tokenizer.get("pad_to_multiple_of")
     if not multiple:
         return {}
@@ -341,7 +347,7 @@ class Place:
     names: tuple[str, ...] = ()  # in each of its models, where that may differ
 
 
-def locate(parts: Sequence[Part], name: str) -> Place:
+def locate(parts: Sequence[LayerSlice], name: str) -> Place:
     match = LAYER.match(name)
     if not match or not parts[0].ranges:
         return Place(0 if BEFORE_LAYERS.search(name) else len(parts) - 1)

@@ -129,7 +129,7 @@ REFUSED: Final = {
 }
 # Under which keys a document may name another one.
 REFERENCES: Final = ("model", "path", "base_model", "tokenizer_source", "source")
-Table = dict[str, Any]
+YamlTable = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -144,11 +144,11 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerSlice:
     """A slice of the layers, or all of them: its models and parameters."""
 
-    models: dict[Reference, Table]  # with each one's own parameters
-    parameters: Table = field(default_factory=dict)
+    models: dict[Reference, YamlTable]  # with each one's own parameters
+    parameters: YamlTable = field(default_factory=dict)
     base: Reference | None = None
     ranges: dict[Reference, tuple[int, int]] = field(default_factory=dict)  # of each one's layers
     # The base, and the models that have parameters, in order.
@@ -199,7 +199,7 @@ class MergekitFile:
         if not fits:
             raise self.error(where, what, hint)
 
-    def read_table(self, value: Any, where: str, known: Collection[str]) -> Table:
+    def read_table(self, value: Any, where: str, known: Collection[str]) -> YamlTable:
         """A mapping without its nulls and unknown keys."""
         self.check(
             isinstance(value, dict),
@@ -234,7 +234,7 @@ class MergekitFile:
         """A model by its name: another document's result, or any model."""
         return Source(name, self.places[name]) if name in self.places else Source.of(name)
 
-    def read_parameters(self, table: Table, where: str, known: Collection[str]) -> Table:
+    def read_parameters(self, table: YamlTable, where: str, known: Collection[str]) -> YamlTable:
         where = f"{where}.parameters".removeprefix(".")
         return self.read_table(table.get("parameters", {}), where, known)
 
@@ -270,7 +270,7 @@ class MergekitFile:
             "write it like models/base, org/name@revision or models/base+adapter",
         )
 
-    def read_parts(self) -> list[Part]:
+    def read_parts(self) -> list[LayerSlice]:
         self.check(
             ("models" in self.content) != ("slices" in self.content),
             "models",
@@ -278,7 +278,7 @@ class MergekitFile:
             "list the models to merge",
         )
         if "models" in self.content:
-            return [Part(self.read_models(self.content["models"], "models", MODEL_KEYS))]
+            return [LayerSlice(self.read_models(self.content["models"], "models", MODEL_KEYS))]
         slices = self.read_list(self.content["slices"], "slices")
         return [read_slice(self, entry, where) for where, entry in slices]
 
@@ -292,8 +292,10 @@ class MergekitFile:
         )
         return [(f"{where}[{k}]", entry) for k, entry in enumerate(value)]
 
-    def read_models(self, value: Any, where: str, known: tuple[str, ...]) -> dict[Reference, Table]:
-        models: dict[Reference, Table] = {}
+    def read_models(
+        self, value: Any, where: str, known: tuple[str, ...]
+    ) -> dict[Reference, YamlTable]:
+        models: dict[Reference, YamlTable] = {}
         for place, entry in self.read_list(value, where):
             table = self.read_table(entry, place, known)
             model = self.read_reference(table.get("model"), f"{place}.model")
@@ -303,11 +305,11 @@ class MergekitFile:
             models[model] = self.read_parameters(table, place, self.own)
         return models
 
-    def read_base(self, table: Table, where: str) -> Reference | None:
+    def read_base(self, table: YamlTable, where: str) -> Reference | None:
         given = table.get("base_model")
         return None if given is None else self.read_reference(given, where)
 
-    def choose_base(self, part: Part) -> Reference:
+    def choose_base(self, part: LayerSlice) -> Reference:
         base = part.base or self.read_base(self.content, "base_model")
         role = self.family.base
         models = part.models
@@ -335,7 +337,7 @@ class MergekitFile:
             models.setdefault(base, {})
         return base
 
-    def choose_parts(self, parts: Sequence[Part]) -> list[Part]:
+    def choose_parts(self, parts: Sequence[LayerSlice]) -> list[LayerSlice]:
         chosen = [self.choose_models(part) for part in parts]
         if any(len(part.columns) > 1 for part in chosen):
             return chosen
@@ -343,7 +345,7 @@ class MergekitFile:
         self.ours, self.family = MERGEKIT["passthrough"]
         return [self.choose_models(part) for part in parts]
 
-    def choose_models(self, part: Part) -> Part:
+    def choose_models(self, part: LayerSlice) -> LayerSlice:
         """A part with its base and its models: an average or an arc counts the base as one."""
         base = self.choose_base(part)
         is_merged = self.family.base == COUNTED or self.from_zero
@@ -365,7 +367,7 @@ class MergekitFile:
         return replace(part, columns=(base, *merged))
 
 
-def read_slice(file: MergekitFile, value: Any, where: str) -> Part:
+def read_slice(file: MergekitFile, value: Any, where: str) -> LayerSlice:
     table = file.read_table(value, where, SLICE_KEYS)
     models = file.read_models(table.get("sources"), f"{where}.sources", SOURCE_KEYS)
     given = [source.get("layer_range") for source in table["sources"]]
@@ -387,7 +389,7 @@ def read_slice(file: MergekitFile, value: Any, where: str) -> Part:
     base = file.read_base(table, f"{where}.base_model")
     parameters = file.read_parameters(table, where, file.all)
     ranges = {model: (own[0], own[1]) for model, own in zip(models, given, strict=True)}
-    return Part(models, parameters, base, ranges)
+    return LayerSlice(models, parameters, base, ranges)
 
 
 def check_columns(file: MergekitFile) -> None:

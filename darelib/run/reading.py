@@ -42,7 +42,7 @@ def as_floats(row: Bytes, dtype: str, count: int) -> NDArray[Any]:
     return widen(row[: count * FORMATS[dtype].itemsize], dtype)
 
 
-class Reader:
+class ChunkReader:
     def __init__(
         self, plan: MergePlan, inputs: Sequence[Input], kernels: Mapping[KernelSpec, Kernel]
     ) -> None:

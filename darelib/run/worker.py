@@ -29,7 +29,7 @@ from darelib.models.fp8 import UNREAD_HINTS
 from darelib.plan.checks import check_distance
 from darelib.plan.plan import COPY, LOOK, MERGE, Job, MergePlan
 from darelib.plan.tensorplan import TensorPlan
-from darelib.run.reading import Reader
+from darelib.run.reading import ChunkReader
 
 Sums = TypeVar("Sums", bound=NamedTuple)
 
@@ -167,7 +167,7 @@ class Worker:
             looks = [look for look, _ in passes.get(tensor.name, ()) if look.kernel]
             wanted |= {tensor.look_spec(look) for look in looks}
         self.kernels = load_kernels(wanted, plan.config.engine, interrupts, count_work(plan))
-        self.reader = Reader(plan, inputs, self.kernels)
+        self.reader = ChunkReader(plan, inputs, self.kernels)
         for model in inputs:
             model.prepare(self.kernels, len(inputs))
 

@@ -19,7 +19,7 @@ from darelib.commands.analyze.advice import (
 )
 from darelib.commands.analyze.measure import DeltaStats, Findings, ModelAnalysis, PairAnalysis
 from darelib.commands.analyze.overlaps import RANKS
-from darelib.commands.report import Part, Report, Table
+from darelib.commands.report import Report, Section, Table
 from darelib.core.text import ConfigError, clip, human, install_hint, printable, shorten_names
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.inputs import find_files
@@ -240,10 +240,10 @@ class AnalysisReport(Report):
     def text(self, full: bool = False, per_tensor: bool = False) -> str:
         return "\n".join(map(str, self.parts(full, per_tensor)))
 
-    def parts(self, full: bool = False, per_tensor: bool = False) -> list[Part]:
+    def parts(self, full: bool = False, per_tensor: bool = False) -> list[Section]:
         """full: what each model did by layer and low rank, and how they lie to one another."""
         rate = human(self.bytes_read / max(self.seconds, 1e-9))
-        parts: list[Part] = [
+        parts: list[Section] = [
             "Advice",
             Table([VERDICT_TITLES, *(verdict.cells for verdict in self.verdicts)], (0, 1)),
             *(f"- {printable(advice)}" for advice in self.advice),
@@ -267,7 +267,7 @@ class AnalysisReport(Report):
             parts += [*self._list_energy(), *self._list_pairs()]
         return [*parts, f"\n{human(self.bytes_read)} read in {self.seconds:.2f} s, {rate}/s"]
 
-    def _list_energy(self) -> Iterator[Part]:
+    def _list_energy(self) -> Iterator[Section]:
         if any(model.energy for model in self.models):
             ranks = [str(rank) for rank in RANKS]
             rows = [["kept at rank", *ranks]]
@@ -280,7 +280,7 @@ class AnalysisReport(Report):
                 "keep; from a sample, and rather too low than too high)"
             )
 
-    def _list_pairs(self) -> Iterator[Part]:
+    def _list_pairs(self) -> Iterator[Section]:
         if self.pairs:
             rows = [PAIR_TITLES]
             for pair in self.pairs:

@@ -33,7 +33,7 @@ LEAST_SIDE: Final = 64  # an adapter of a smaller matrix would save next to noth
 READ_ENTRIES: Final = 1 << 20
 
 
-class Change(NamedTuple):
+class ModelChange(NamedTuple):
     """What one model changes in a matrix; of stacked ones, in the first."""
 
     model: Input
@@ -78,7 +78,7 @@ def read_rows(model: Input, info: TensorInfo, chosen: Array, columns: int) -> Ar
 
 def list_changes(
     task: MergePlan, inputs: Sequence[Input]
-) -> Iterator[tuple[str, dict[int, Change]]]:
+) -> Iterator[tuple[str, dict[int, ModelChange]]]:
     """Of each matrix, its name and what each model changes; of packed ones too little is known."""
     base, *models = inputs
     for tensor in task.changed:
@@ -86,7 +86,7 @@ def list_changes(
             yield (
                 tensor.name,
                 {
-                    i: Change(models[i], info, base, tensor.base, matrices)
+                    i: ModelChange(models[i], info, base, tensor.base, matrices)
                     for i, info in tensor.finetuned
                     if info.shape == tensor.base.shape and info.encoding.share == 1
                 },
@@ -131,7 +131,7 @@ def measure_energy(
 
     squares: of each model's changes, by tensor.
     """
-    found: list[list[tuple[float, Change]]] = [[] for _ in task.models]
+    found: list[list[tuple[float, ModelChange]]] = [[] for _ in task.models]
     for name, changes in list_changes(task, inputs):
         for i, change in changes.items():
             sides = change.matrices.sides
@@ -142,7 +142,7 @@ def measure_energy(
 
 
 def keep_by_rank(
-    changes: Sequence[tuple[float, Change]], interrupts: Interrupts
+    changes: Sequence[tuple[float, ModelChange]], interrupts: Interrupts
 ) -> dict[str, float]:
     """changes: of one model, each with its sum of squares."""
     kept = np.zeros(len(RANKS))
@@ -169,7 +169,7 @@ def choose(squares: Sequence[float]) -> Mapping[int, float]:
     return Counter(np.searchsorted(ends, points).tolist())
 
 
-def find_leading(square: float, change: Change, interrupts: Interrupts) -> Array:
+def find_leading(square: float, change: ModelChange, interrupts: Interrupts) -> Array:
     """The leading squared singular values, as shares of the sum of all; none: it is 0.
 
     A random sketch is multiplied by the matrix and its transpose once: what is found for ranks up

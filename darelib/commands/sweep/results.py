@@ -41,7 +41,7 @@ def quiet_optuna() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Row:
+class ScoredMerge:
     """A merge that was scored: a trial, or a plain average."""
 
     number: int | None  # Optuna's, of a trial
@@ -69,19 +69,19 @@ class SweepReport(Report):
 
     ROWS: ClassVar = "trials"
     objectives: Sequence[Objective]
-    rows: list[Row]
+    rows: list[ScoredMerge]
     base: list[float]
     failures: list[tuple[int, str]]
     front: list[int]  # the trials that no other beats in one score without losing in another
     trials: Sequence[Any] = field(repr=False)  # Optuna's, for its pictures
-    averages: list[Row] = field(default_factory=list)  # the plain average, by lambda
+    averages: list[ScoredMerge] = field(default_factory=list)  # the plain average, by lambda
     ends: list[str] = field(default_factory=list)  # the ranges at whose ends the best is
     rivals: list[int] = field(default_factory=list)  # trials that are no worse, so far as is known
     seconds: float = 0.0
     study: str = ""
 
     @cached_property
-    def ranked(self) -> list[Row]:
+    def ranked(self) -> list[ScoredMerge]:
         """Best first. With several objectives, the Pareto front comes first; of equals, that whose
         worst score is best.
         """
@@ -90,7 +90,7 @@ class SweepReport(Report):
         pairs = zip(self.objectives, columns, strict=True)
         ideal = [max(column) if each.maximize else min(column) for each, column in pairs]
 
-        def order(row: Row) -> tuple[bool, float]:
+        def order(row: ScoredMerge) -> tuple[bool, float]:
             losses = zip(self._gains(ideal, row.scores), spans, strict=True)
             return row.number not in self.front, max(loss / span for loss, span in losses)
 
@@ -106,17 +106,17 @@ class SweepReport(Report):
         return max(gains) > 0 and min(gains) >= 0
 
     @property
-    def best(self) -> Row:
+    def best(self) -> ScoredMerge:
         return self.ranked[0]
 
     @property
-    def average(self) -> Row | None:
+    def average(self) -> ScoredMerge | None:
         """The plain average with its best lambda."""
         gain = self.objectives[0].gain
         return max(self.averages, key=lambda row: gain(row.scores[0], 0.0), default=None)
 
     @property
-    def winner(self) -> Row:
+    def winner(self) -> ScoredMerge:
         """The best trial, or the plain average where that is as good."""
         average = self.average
         if average is None or len(self.objectives) > 1:
@@ -178,7 +178,7 @@ class SweepReport(Report):
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        def as_table(row: Row) -> dict[str, Any]:
+        def as_table(row: ScoredMerge) -> dict[str, Any]:
             return {"params": dict(row.params), "scores": self._name_scores(row.scores)}
 
         return {

@@ -14,7 +14,13 @@ from types import FrameType
 from typing import Any, Final, Self, TypeAlias
 from urllib.parse import quote
 
-from darelib.commands.sweep.results import Row, SweepReport, load_optuna, name_choice, quiet_optuna
+from darelib.commands.sweep.results import (
+    ScoredMerge,
+    SweepReport,
+    load_optuna,
+    name_choice,
+    quiet_optuna,
+)
 from darelib.commands.sweep.scores import EvaluationFailed, Objective, read_scores
 from darelib.commands.sweep.space import Space, equal_lambda, identify
 from darelib.config import DareConfig, is_count, is_number
@@ -50,7 +56,7 @@ def explain_study_errors(storage: str | None) -> Iterator[None]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class SearchOptions:
     """How to search. Each is a flag of the command, too."""
 
     # In all, those of earlier runs included. None: 30, or a grid's every combination.
@@ -129,7 +135,12 @@ class Search:
     """A study that is under way."""
 
     def __init__(
-        self, space: Space, evaluate: Score, options: Options, label: str, facts: Sequence[Any]
+        self,
+        space: Space,
+        evaluate: Score,
+        options: SearchOptions,
+        label: str,
+        facts: Sequence[Any],
     ) -> None:
         """label: of the evaluation; facts: what else scores depend on, besides the settings."""
         self.space = space
@@ -297,10 +308,10 @@ class Search:
 
     def _report(self) -> SweepReport:
         """All trials, of those that chose the same the first, and what they are compared with."""
-        rows: dict[frozenset[Any], Row] = {}
+        rows: dict[frozenset[Any], ScoredMerge] = {}
         for trial in self._trials(self.states.COMPLETE):
             config = self.space.choose(self.optuna.trial.FixedTrial(trial.params))
-            row = Row(trial.number, trial.params, config, trial.values)
+            row = ScoredMerge(trial.number, trial.params, config, trial.values)
             rows.setdefault(identify(trial.params), row)
         trials = self._trials()
         failures = [(t.number, t.user_attrs["why"]) for t in trials if "why" in t.user_attrs]
@@ -341,7 +352,7 @@ class Search:
         costs = [[(np.array(a), np.array(b)) for a, b in known[number]] for number in numbers]
         return [numbers[k] for k in find_rivals(costs, numbers.index(best))]
 
-    def _score_averages(self, best: DareConfig) -> list[Row]:
+    def _score_averages(self, best: DareConfig) -> list[ScoredMerge]:
         """The plain average with lambdas from the same range, and as long as the best merge."""
         if not self.space.count:
             return []
@@ -352,7 +363,7 @@ class Search:
             config = self.space.plain_average(scale)
             try:
                 scores = self._recall(f"plain average lambda {scale!r}", config)
-                averages.append(Row(None, {"lambda_coeff": scale}, config, scores))
+                averages.append(ScoredMerge(None, {"lambda_coeff": scale}, config, scores))
             except InputChanged:
                 raise
             except DareError as error:

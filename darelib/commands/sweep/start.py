@@ -11,7 +11,7 @@ from typing import Any, Final
 from darelib.commands.options import Merger
 from darelib.commands.sweep.evaluation import Evaluate, Terms, find_evaluation
 from darelib.commands.sweep.results import SweepReport
-from darelib.commands.sweep.search import COSTS, Options, Score, Search
+from darelib.commands.sweep.search import COSTS, Score, Search, SearchOptions
 from darelib.commands.sweep.space import Space
 from darelib.config import DareConfig
 from darelib.core.interrupts import Interrupts
@@ -52,9 +52,9 @@ def sweep_models(
             "--lm-eval-tasks": lm_eval_tasks,
         }
         check_judged(merger, given)
-        how = Options.of(**{**options, "objectives": name_costs(merger, options)})
+        how = SearchOptions.of(**{**options, "objectives": name_costs(merger, options)})
     else:
-        how = Options.of(**options)
+        how = SearchOptions.of(**options)
         terms = Terms(how.objectives, is_in_memory, timeout, lm_eval_tasks)
         score, name = find_evaluation(evaluate, terms)
     if merger.examples and is_in_memory:
@@ -214,7 +214,7 @@ def sweep_states(
     options: Mapping[str, Any],
 ) -> SweepReport:
     """What dare_sweep does."""
-    how = Options.of(**options)
+    how = SearchOptions.of(**options)
     score, name = find_evaluation(evaluate, Terms(how.objectives, in_memory=True))
     if not finetuned:
         raise ConfigError("there are no models to merge", "give at least one state dict")
@@ -230,7 +230,7 @@ def search_in_memory(
     finetuned: Sequence[Mapping[str, Any]],
     evaluate: Evaluate,
     space: Space,
-    how: Options,
+    how: SearchOptions,
     model: Any,
     label: str,
     facts: Sequence[Any],

@@ -165,7 +165,7 @@ class Tokens(NamedTuple):
     answered: int  # from which on they are the answer
 
 
-class Reader:
+class ExampleReader:
     """Turns examples into tokens, by a model's own tokenizer and template, or else the base's."""
 
     def __init__(self, folders: Sequence[Path | None], name: str, rows: int) -> None:

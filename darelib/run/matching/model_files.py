@@ -33,8 +33,8 @@ from darelib.plan.plan import Job, MergePlan, plan_merge
 from darelib.plan.tensorplan import TensorPlan, assign_offsets
 from darelib.run.matching.judging import Make, Test
 from darelib.run.matching.language import (
+    ExampleReader,
     Names,
-    Reader,
     Tokens,
     count_batch,
     make_module,
@@ -210,7 +210,7 @@ class ModelFiles:
         base = self.inputs[0]
         rows = self.plan.embedding_rows
         return {
-            who: Reader([model.folder, base.folder], model.name, rows).read(examples)
+            who: ExampleReader([model.folder, base.folder], model.name, rows).read(examples)
             for who, model in self.owners.items()
             if (examples := model.parts[0].examples)
         }

@@ -197,7 +197,7 @@ def summarize(results: Sequence[Matched]) -> MatchReport:
     )
 
 
-class Pair(NamedTuple):
+class Deviation(NamedTuple):
     inputs: Tensor  # in the merged model, by rows
     wanted: dict[str, Tensor]  # by matrix: what the model's own gives
     missing: dict[str, Tensor]  # from that, in the merged model
@@ -218,7 +218,7 @@ class Sums:
         outputs = {name: len(each) for name, each in self.cross.items()}
         return Sums(len(self.gram), outputs, self.gram.device)
 
-    def add(self, pair: Pair) -> None:
+    def add(self, pair: Deviation) -> None:
         self.tokens += len(pair.inputs)
         self.gram.addmm_(pair.inputs.T, pair.inputs)
         for name, each in pair.missing.items():
@@ -263,7 +263,7 @@ class Sums:
         return max(0.0, self.before[name] - gained)
 
 
-def add_up(pairs: Iterable[Pair | None], device: torch.device) -> Sums | None:
+def add_up(pairs: Iterable[Deviation | None], device: torch.device) -> Sums | None:
     sums: Sums | None = None
     for pair in pairs:
         if pair is None:
@@ -434,7 +434,7 @@ class Walk:
         participant: Participant,
         share: float,
         is_last: bool,
-    ) -> Iterator[Pair | None]:
+    ) -> Iterator[Deviation | None]:
         """What the matrices of a stage are given and should give, batch by batch. None: other
         tokens come into them in the merged model than in the participant's own.
         """
@@ -453,11 +453,11 @@ class Walk:
                 [name] = stage
                 target = flatten(first_tensor(theirs))[keep] / share
                 missing = target - flatten(first_tensor(ours))[keep] / share
-                yield Pair(inputs, {name: target}, {name: missing})
+                yield Deviation(inputs, {name: target}, {name: missing})
             else:
                 targets = {name: flatten(each[1])[keep] for name, each in wanted.items()}
                 ours_of = {name: flatten(each[1])[keep] for name, each in given.items()}
-                yield Pair(inputs, targets, {n: targets[n] - ours_of[n] for n in targets})
+                yield Deviation(inputs, targets, {n: targets[n] - ours_of[n] for n in targets})
             if is_last and not is_end:
                 stream.following = put_aside(theirs)
 

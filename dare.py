@@ -237,6 +237,8 @@ class DareMerger:
         """
         from darelib.plan.plan import plan_merge
 
+        if isinstance(models, str | Path):
+            raise ConfigError("models must be a list, not a single path", "put it in brackets")
         others = tuple(map(Source.of_model, models))
         with self.open_inputs(others) as opened, Interrupts() as interrupts:
             inputs, judged = opened[: len(self.sources)], opened[len(self.sources) :]
@@ -382,12 +384,12 @@ def dare_evaluate(
 
     batches: as dare_match has them. The model's output is logits.
     """
-    from darelib.commands.evaluate import report_evaluation
+    from darelib.commands.evaluate import EvaluationReport
 
     judged = load_states().judge_tensors(model, base, finetuned, batches, merges, base_batches)
     own = [f"model {k}" for k in range(len(finetuned))]
-    names = ["base", *own, *(f"merge {k}" for k in range(len(merges)))]
-    return report_evaluation(names, judged)
+    names = ("base", *own, *(f"merge {k}" for k in range(len(merges))))
+    return EvaluationReport(names, **vars(judged))
 
 
 def dare_sweep(

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from dare import DareMerger
+from darelib.run.matching.model_files import Inputs
+from darelib.run.matching.network import START
 from darelib.run.matching.trials import Trials
 from tests.house import NEAR, House, find_cost, hold_out, numbers_in, read_lines
 from tests.support import Capture, Patch, run, slow
@@ -19,27 +21,32 @@ def search(merger: DareMerger, space: Any, **options: Any) -> Any:
 
 
 @pytest.fixture
-def trials(monkeypatch: Patch) -> list[Trials]:
-    """All searches by examples that end in this test."""
-    seen: list[Trials] = []
-    close = Trials.close
-    monkeypatch.setattr(Trials, "close", lambda self: seen.append(self) or close(self))
+def made(monkeypatch: Patch) -> list[str]:
+    """The embeddings that are made in this test, of merges with lambda 1."""
+    seen: list[str] = []
+    make = Inputs.make
+
+    def note(self: Any, who: int, names: Any) -> Any:
+        seen.extend(name for name in names if who == START and "embed" in name)
+        return make(self, who, names)
+
+    monkeypatch.setattr(Inputs, "make", note)
     return seen
 
 
 @pytest.mark.parametrize("is_matched", [True, slow(False)])
 def test_trials_have_the_scores_of_evaluations_and_merge_once_for_all_lambdas(
-    llama: House, tmp_path: Path, trials: list[Trials], is_matched: bool
+    llama: House, tmp_path: Path, made: list[str], is_matched: bool
 ) -> None:
     how = {"matched": None if is_matched else False}
     space = {"lambda_coeff": [1.5, 0.5, 1.0], "drop_rate": [0.0, 0.5]}
     found = search(llama.merger(**how), space, folder=tmp_path)
     assert (len(found.rows), list(tmp_path.iterdir())) == (6, []), "nothing is written"
+    # Of matched ones, once before they are matched; and the plain average, which is not.
+    assert len(made) == (2 + 2 + 1 if is_matched else 2)
     for row in found.rows:
         rows = numbers_in(llama.merger(**how, **row.params).evaluate())
         assert row.scores == [pytest.approx((rows[0][0] + rows[1][0]) / 2, abs=NEAR)]
-    # The plain average is one more merge where trials are matched, and it is not.
-    assert [each.merges for each in trials] == [2 + is_matched]
     files, held = hold_out(llama, tmp_path) if is_matched else (llama.examples, [])
     held = held or [read_lines(path) for path in files]
     [average] = [row for row in found.averages if row.config.lambda_coeff == 1.0]
@@ -92,7 +99,7 @@ def test_each_file_is_an_objective_by_its_name(llama: House, tmp_path: Path) -> 
 def test_trials_that_cannot_be_told_apart_are_named(llama: House) -> None:
     found = search(llama.merger(matched=False), {"lambda_coeff": [0.8, 0.9, 2.5]})
     assert sorted([found.best.number, *found.rivals]) == [0, 1]
-    assert "cannot be told apart from 1 other" in str(found)
+    assert ("cannot be told apart from 1 other" in str(found)) == (found.winner is found.best)
 
 
 def write_toml(house: House, folder: Path, sweep: str) -> Path:

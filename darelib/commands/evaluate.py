@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -15,7 +16,7 @@ from darelib.run import load_trials
 if TYPE_CHECKING:
     from darelib.core.interrupts import Interrupts
     from darelib.models.checkpoint import Checkpoint
-    from darelib.output.judged import JudgedFile, Judgement, LambdaChoice, Score, Scores
+    from darelib.output.judged import JudgedFile, LambdaChoice, Score, Scores
     from darelib.plan.plan import MergePlan
 
 OPTIONS: Final[Options] = {
@@ -74,7 +75,7 @@ class EvaluationReport(Report):
             {
                 "model": name,
                 "worst": names[self.find_worst(scores)],
-                "scores": [score.as_dict() for score in scores],
+                "scores": [as_json(score) for score in scores],
             }
             for name, scores in zip(self.names, self.scores, strict=True)
         ]
@@ -84,6 +85,14 @@ class EvaluationReport(Report):
             "choice": asdict(self.choice) if self.choice else None,
             "remarks": list(self.remarks),
         }
+
+
+def as_json(score: Score) -> dict[str, float | None]:
+    """The means; None for what is infinite, which JSON does not have."""
+    return {
+        name: value if value is not None and math.isfinite(value) else None
+        for name, value in score.as_dict().items()
+    }
 
 
 def format_score(score: Score, is_worst: bool) -> str:
@@ -104,17 +113,7 @@ def judge_models(
         raise ConfigError("nothing judges the models", "give --examples FILE..., one for each")
     found = load_trials().judge(plan, inputs, others, interrupts)
     names = shorten_names([model.name for model in (*inputs, *others)])
-    return report_evaluation([*names, *([] if others else [MERGE])], found)
-
-
-def report_evaluation(names: Sequence[str], found: Judgement) -> EvaluationReport:
-    return EvaluationReport(
-        names=tuple(names),
-        files=found.files,
-        scores=found.scores,
-        choice=found.choice,
-        remarks=found.remarks,
-    )
+    return EvaluationReport((*names, *(() if others else (MERGE,))), **vars(found))
 
 
 def run(flags: Flags, merger_class: MergerClass) -> None:

@@ -114,6 +114,7 @@ def run(
         return
     continues = flags.keys() & {"resume", "part"}
     hint = CONTINUES if continues else "nothing is left; start with --resume to be able to go on"
+    hint = "nothing is left" if merger.examples else hint
     report = merge_to_end(merger, request.output, hint, **how, **runner)
     show(describe(report) if describe else report, flags, merger.config.verbose)
 

@@ -123,9 +123,7 @@ def choose_some(all_of: int, count: int) -> list[int]:
 def divide(whole: Sequence[T], share: float) -> tuple[list[T], list[T]]:
     """What is used, and a share that is held out; at least one of each."""
     if len(whole) < 2:
-        raise DareError(
-            "one example, or batch, cannot be divided to hold some out", "give more of them"
-        )
+        raise ConfigError("one example cannot be divided, to hold some out", "give more of them")
     count = min(max(1, round(share * len(whole))), len(whole) - 1)
     held = choose_some(len(whole), count)
     used = sorted({*range(len(whole))} - {*held})

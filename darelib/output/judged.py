@@ -61,7 +61,7 @@ class Score:
     divergence: Array  # of what the fine-tune expects from what the model expects (KL)
 
     def mean(self, sums: Array) -> float:
-        return float(sums.sum() / max(1.0, self.tokens.sum()))
+        return find_mean(sums, self.tokens)
 
     def cost(self, file: JudgedFile) -> Array:
         """What a good model has little of."""
@@ -86,8 +86,12 @@ def list_costs(scores: Scores, files: Sequence[JudgedFile]) -> Costs:
     return [(score.cost(file), score.tokens) for score, file in pairs]
 
 
+def find_mean(sums: Array, tokens: Array) -> float:
+    return float(sums.sum() / max(1.0, tokens.sum()))
+
+
 def find_means(costs: Costs) -> list[float]:
-    return [float(sums.sum() / max(1.0, tokens.sum())) for sums, tokens in costs]
+    return [find_mean(sums, tokens) for sums, tokens in costs]
 
 
 def find_cost(costs: Costs) -> float:
@@ -114,20 +118,31 @@ def find_doubts(files: Sequence[JudgedFile]) -> list[str]:
     if not few:
         return []
     return [
-        f"fewer than {FEW_EXAMPLES} examples or {FEW_TOKENS:,} tokens of {list_names(few)} judge: "
-        "small differences mean nothing; more examples, or a larger --max-examples or --held-out, "
-        "say more"
+        f"{list_names(few)} judge by fewer than {FEW_EXAMPLES} examples or {FEW_TOKENS:,} tokens: "
+        "small differences mean nothing; give more examples, a larger --max-examples or --held-out"
     ]
 
 
 def explain_best(names: Sequence[str], models: Sequence[Costs]) -> list[str]:
-    """Which of several models is best, and whether that is sure."""
+    """Which of several models is best, and whether that is sure. names: the base's is the first."""
     if len(models) < 2:
         return []
     best = int(np.argmin([find_cost(costs) for costs in models]))
     rivals = [names[k] for k in find_rivals(models, best)]
     doubt = f"; it cannot be told apart from {list_names(rivals)}" if rivals else ""
-    return [f"{names[best]} is the best of those that are judged{doubt}"]
+    return [f"of those that are judged and the base, {names[best]!r} is the best{doubt}"]
+
+
+def find_disorder(files: Sequence[JudgedFile], base: Costs, owners: Costs) -> list[str]:
+    """Files on which their own model is no better than the base. owners: the models' own costs."""
+    pairs = zip(files, find_means(base), find_means(owners), strict=True)
+    wrong = [file.name for file, before, own in pairs if file.kind == ANSWERS and own >= before]
+    if not wrong:
+        return []
+    return [
+        f"on {list_names(wrong)}, the fine-tune whose examples these should be is no better than "
+        "the base: are the files in another order than the models, or of another task?"
+    ]
 
 
 @dataclass(frozen=True)

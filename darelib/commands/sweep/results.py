@@ -164,7 +164,7 @@ class SweepReport(Report):
     @property
     def remarks(self) -> list[str]:
         remarks = [self.verdict, *self.ends]
-        if self.rivals:
+        if self.rivals and self.winner is self.best:
             named = ", ".join(map(str, self.rivals[:SHOWN]))
             remarks.append(f"On these examples, trial {self.best.number} cannot be told apart from "
                            f"{count_of(len(self.rivals), 'other')} ({named}).")  # fmt: skip

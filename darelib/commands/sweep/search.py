@@ -28,6 +28,7 @@ from darelib.core.interrupts import Interrupts
 from darelib.core.text import LOG, ConfigError, DareError, InputChanged, clip, duration, nearest
 
 FACTS: Final = "what scores depend on"
+TOTAL: Final = "score"  # of all files of examples
 COSTS: Final = "costs by example"  # of a trial that is judged by examples
 BASE: Final = "base"  # beside the trials, what the base scores
 # Makes the model of a configuration (None: the base), which may be kept by a name, and evaluates it
@@ -343,13 +344,17 @@ class Search:
         known = {t.number: t.user_attrs.get(COSTS) for t in report.trials}
         numbers = [k for row in report.rows if (k := row.number) is not None and known[k]]
         best = report.best.number
-        if len(self.options.objectives) > 1 or best not in numbers:
+        [name, *others] = [each.name for each in self.options.objectives]
+        if others or best not in numbers:
             return []
         import numpy as np
 
         from darelib.output.judged import find_rivals
 
-        costs = [[(np.array(a), np.array(b)) for a, b in known[number]] for number in numbers]
+        costs = []
+        for number in numbers:
+            files = [file for skill, file in known[number].items() if name in (TOTAL, skill)]
+            costs.append([(np.array(sums), np.array(tokens)) for sums, tokens in files])
         return [numbers[k] for k in find_rivals(costs, numbers.index(best))]
 
     def _score_averages(self, best: DareConfig) -> list[ScoredMerge]:

@@ -11,7 +11,7 @@ from typing import Any, Final
 from darelib.commands.options import Merger
 from darelib.commands.sweep.evaluation import Evaluate, Terms, find_evaluation
 from darelib.commands.sweep.results import SweepReport
-from darelib.commands.sweep.search import COSTS, Score, Search, SearchOptions
+from darelib.commands.sweep.search import COSTS, TOTAL, Score, Search, SearchOptions
 from darelib.commands.sweep.space import Space
 from darelib.config import DareConfig
 from darelib.core.interrupts import Interrupts
@@ -24,7 +24,6 @@ from darelib.requests.configfile import pin_tokenizer
 from darelib.run import load_in_memory, load_trials
 
 EXAMPLES: Final = "examples"  # that judge, in place of an evaluation
-TOTAL: Final = "score"  # of all files of examples
 
 
 def sweep_models(
@@ -54,6 +53,7 @@ def sweep_models(
         check_judged(merger, given)
         how = SearchOptions.of(**{**options, "objectives": name_costs(merger, options)})
     else:
+        merger.config.check_examples(bool(merger.examples))
         how = SearchOptions.of(**options)
         terms = Terms(how.objectives, is_in_memory, timeout, lm_eval_tasks)
         score, name = find_evaluation(evaluate, terms)
@@ -93,8 +93,17 @@ def list_skills(merger: Merger) -> list[str]:
 
 def name_costs(merger: Merger, options: Mapping[str, Any]) -> Sequence[str]:
     """The objectives where examples judge: the mean cost, unless others are wanted."""
-    wanted: Sequence[str] = options.get("objectives", [f"{TOTAL}:min"])
-    return [f"{skill}:min" for skill in list_skills(merger)] if wanted == ["each"] else wanted
+    skills = list_skills(merger)
+    wanted = list(options.get("objectives", [f"{TOTAL}:min"]))
+    if wanted == ["each"]:
+        return [f"{skill}:min" for skill in skills]
+    known = [f"{name}:min" for name in (TOTAL, *skills)]
+    if odd := next((each for each in wanted if each not in known), None):
+        raise ConfigError(
+            f"examples give no {odd!r}: they give costs, of which less is better",
+            f"known are each, {', '.join(known)}",
+        )
+    return wanted
 
 
 def check_judged(merger: Merger, given: Mapping[str, Any]) -> None:
@@ -123,7 +132,8 @@ def judge_by_examples(
         def score(config: DareConfig | None, trial: Any, _: str) -> Any:
             check_unchanged(inputs)
             costs = trials.score(config)
-            trial.set_user_attr(COSTS, [[sums.tolist(), each.tolist()] for sums, each in costs])
+            found = [[sums.tolist(), each.tolist()] for sums, each in costs]
+            trial.set_user_attr(COSTS, dict(zip(skills, found, strict=True)))
             return {TOTAL: find_cost(costs), **dict(zip(skills, find_means(costs), strict=True))}
 
         yield score

@@ -73,6 +73,17 @@ class Judge:
     def only(self, who: int) -> Make:
         return lambda names: [self.load(who, names)]
 
+    def score_one(self, who: int) -> Scores:
+        return self.score(self.only(who))[0]
+
+    def score_owners(self) -> list[Score]:
+        """What the fine-tunes score on their own examples."""
+        end = self.network.segments[-1]
+        return [
+            self._add_up(t, (compare_rows(each, each) for each in self._list_wanted(end, t)))
+            for t in range(len(self.tests))
+        ]
+
     def score(self, make: Make) -> list[Scores]:
         """The scores of models, by model and test."""
         reached = self._follow(make, self.tests)
@@ -109,15 +120,20 @@ class Judge:
     def _compare(self, end: Segment, weights: Weights, t: int, known: Sequence[Any]) -> Score:
         """A model's score on the examples of a test. known: what its last block gave."""
         test = self.tests[t]
-        parts = [
-            compare_rows(pick_rows(self._call(end, weights, stream, mine), stream), wanted)
-            for stream, mine, wanted in zip(
-                test.streams, known, self._list_wanted(end, t), strict=True
-            )
-        ]
+        wanted = self._list_wanted(end, t)
+        pairs = zip(test.streams, known, wanted, strict=True)
+        return self._add_up(
+            t,
+            (
+                compare_rows(pick_rows(self._call(end, weights, stream, mine), stream), theirs)
+                for stream, mine, theirs in pairs
+            ),
+        )
+
+    def _add_up(self, t: int, parts: Iterable[tuple[Tensor, ...]]) -> Score:
         sums = [torch.cat(each).numpy() for each in zip(*parts, strict=True)]
         tokens, loss, same, divergence = sums
-        is_judged = all(stream.answers is not None for stream in test.streams)
+        is_judged = all(stream.answers is not None for stream in self.tests[t].streams)
         return Score(tokens, loss if is_judged else None, same, divergence)
 
     def _list_wanted(self, end: Segment, t: int) -> Iterator[Picked]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from darelib.config.values import FULL
 from darelib.core.drops import Thinning
 from darelib.core.interrupts import Interrupts
-from darelib.core.text import LOG, ConfigError, DareError, progress
+from darelib.core.text import LOG, ConfigError, DareError, count_of, progress
 from darelib.kernels.matrix_engine import MatrixEngine
 from darelib.methods import DEFAULT
 from darelib.methods.looks import TensorSettings
@@ -115,19 +115,14 @@ class Matching:
                 streams = [Stream(stream.batch, stream.tokens) for stream in streams]
             self.participants.append(Participant(who, streams))
             if who != BASE:
-                some = [streams[k] for k in choose_judged(streams)]
-                some = [Stream(each.batch, each.tokens, each.answers) for each in some]
+                chosen = [streams[k] for k in choose_judged(streams)]
+                some = [Stream(each.batch, each.tokens, each.answers) for each in chosen]
                 self.watchers.append(Participant(BASE, some, watches=True))
             if len(tokens) < FEW and self.config.matches:
                 LOG.warning(
-                    f"{models.name_examples(who)} has {len(tokens)} examples: with fewer than "
-                    f"{FEW}, a merge is matched to little more than these"
+                    f"{models.name_examples(who)} has {count_of(len(tokens), 'example')}: with "
+                    f"fewer than {FEW}, a merge is matched to little more than these"
                 )
-
-    @property
-    def first_batch(self) -> Mapping[str, Tensor]:
-        batch: Mapping[str, Tensor] = self.participants[0].streams[0].batch
-        return batch
 
     def explain_left(self, parameter: str) -> str:
         """Why a matrix is not to be matched, or ""."""

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from darelib.config import DareConfig
+from darelib.config.settings import naming
 from darelib.core.formats import DTYPES
 from darelib.core.interrupts import Interrupts
 from darelib.core.text import DareError
@@ -81,6 +82,9 @@ class Inputs:
         }
         for i, model in enumerate((*models, *others)):
             self._plans[i] = plan_merge(alone, [base, model]), [base, model]
+
+    def plan_of(self, who: int) -> MergePlan:
+        return self._plans[who][0]
 
     def make(self, who: int, names: Sequence[str]) -> dict[str, Tensor]:
         """Tensors in float32, or as they are stored."""
@@ -143,29 +147,40 @@ class Spool:
 
     def __init__(self, folder: Path | None = None) -> None:
         """folder: None: the system's, for what is temporary."""
-        self.place = "beside the output" if folder else "for temporary files: TMPDIR names a folder"
-        self.file = TemporaryFile(dir=folder)  # noqa: SIM115
+        self.where = repr(str(folder)) if folder else "for temporary files (TMPDIR names a folder)"
+        with self.explained():
+            self.file = TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
         self.close = self.file.close
         self.size = 0
         self.places: dict[str, tuple[int, torch.Size]] = {}
 
-    def put(self, name: str, tensor: Tensor) -> None:
+    @contextmanager
+    def explained(self) -> Iterator[None]:
         try:
-            self.file.seek(self.size)
-            self.file.write(np.ascontiguousarray(tensor.numpy()).data)
+            yield
         except OSError as error:
             raise DareError(
-                f"there is no room for what is merged before it is judged: {error.strerror}",
-                f"make room {self.place}",
+                f"what is merged cannot be kept until it is judged: {error.strerror}",
+                f"make room {self.where}",
             ) from None
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        view = np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8).data
         self.places[name] = self.size, tensor.shape
-        self.size += tensor.nbytes
+        self.size += len(view)
+        with self.explained():
+            self.file.seek(self.places[name][0])
+            while view:  # the system may take less than it is given
+                view = view[self.file.write(view) :]
 
     def get(self, name: str) -> Tensor:
         start, shape = self.places[name]
-        self.file.seek(start)
         raw = torch.empty(shape)
-        self.file.readinto(raw.numpy().reshape(-1).view(np.uint8).data)
+        view = raw.numpy().reshape(-1).view(np.uint8).data
+        with self.explained():
+            self.file.seek(start)
+            while view:
+                view = view[self.file.readinto(view) or len(view) :]
         return raw
 
 
@@ -226,10 +241,18 @@ class ModelFiles:
 
     def hold_out(self) -> tuple[dict[int, list[Tokens]], dict[int, list[Tokens]]]:
         """Examples that match, and examples that judge."""
-        examples = self.read_examples().items()
-        parts = {who: divide(tokens, self.config.judged_share) for who, tokens in examples}
+        parts = {}
+        for who, tokens in self.read_examples().items():
+            with naming(f"{self.name_examples(who)}: "):
+                parts[who] = divide(tokens, self.config.judged_share)
         used = {who: own for who, (own, _) in parts.items()}
         return used, {who: held for who, (_, held) in parts.items()}
+
+    def list_warnings(self, others: Sequence[Checkpoint]) -> list[str]:
+        """Of the merge's plan, and of models that are only judged."""
+        first = len(self.inputs) - 1
+        plans = [self.weights.plan_of(first + k) for k in range(len(others))]
+        return list(dict.fromkeys(each for plan in (self.plan, *plans) for each in plan.warnings))
 
     def name_examples(self, who: int) -> str:
         """Its file, and where several have one name, its owner, too."""

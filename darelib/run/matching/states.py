@@ -164,10 +164,11 @@ def judge_tensors(
         states.choose_way()
         judge = states.judge(states.streams)
         own = [BASE, *range(count + len(merges))]
-        scores = tuple(judge.score(judge.only(who))[0] for who in own)
+        scores = tuple(judge.score_one(who) for who in own)
     files = describe_files(scores[0])
-    costs = [list_costs(row[:count], files[:count]) for row in scores[1 + count :]]
-    names = [f"merge {k}" for k in range(len(merges))]
+    compared = [scores[0], *scores[1 + count :]] if merges else []
+    costs = [list_costs(row[:count], files[:count]) for row in compared]
+    names = ["base", *(f"merge {k}" for k in range(len(merges)))]
     return Judgement(files, scores, None, tuple(explain_best(names, costs)))
 
 
@@ -203,6 +204,8 @@ def match_tensors(
             scores = states.judge(held).score(states.scale(config, solved))
             choice = LambdaChoice.of(LAMBDAS, scores, describe_files(scores[0]))
             LOG.info(str(choice))
+            for warning in choice.warnings:
+                LOG.warning(warning)
             config = config.settle_lambda(choice.chosen)
     rows = {tensor.name: tensor for tensor in plan_merge(config, states.described).tensors}
     factors = {name: rows[name].settings.lambda_coeff for name in solved}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -19,6 +20,7 @@ from darelib.output.judged import (
     LambdaChoice,
     explain_best,
     find_cost,
+    find_disorder,
     find_doubts,
     list_costs,
 )
@@ -44,33 +46,36 @@ def judge(
     check_tokens(inputs)
     models = ModelFiles(plan, inputs, interrupts, others)
     models.check_predicts()
-    is_divided = not others and (plan.config.matches or plan.config.is_auto)
+    for warning in models.list_warnings(others):
+        LOG.warning(warning)
+    is_divided = not others and (plan.config.needs_examples or plan.config.held_out)
     used, held = models.hold_out() if is_divided else ({}, models.read_examples())
-    names = shorten_names([model.name for model in others])
+    names = ["base", *shorten_names([model.name for model in others])]
     own = [BASE, *range(len(inputs) - 1 + len(others))]
     configs = [] if others else list_lambdas(plan.config)
     with models.opened(held), closing(Spool()) as spool:
         if configs and plan.config.matches:
             Matching(models, used).spool(spool)
-        with open_judge(models, held, len(own) + len(configs)) as (each, files):
-            scores = [each.score(each.only(who))[0] for who in own]
-            tried = each.score(models.scale(configs, spool)) if configs else []
-    skills = count_skills(held)
+        with open_judge(models, held, len(own) + len(configs)) as (judging, files):
+            scores = [judging.score_one(who) for who in own]
+            tried = judging.score(models.scale(configs, spool)) if configs else []
+    skills = sum(who != BASE for who in held)  # the base's own examples come last
+    costs = [list_costs(row[:skills], files[:skills]) for row in scores]
+    owners = [costs[1 + k][k] for k in range(skills)]
+    remarks = [
+        *find_doubts(files),
+        *find_disorder(files[:skills], costs[0], owners),
+        *(explain_best(names, [costs[0], *costs[len(inputs) :]]) if others else ()),
+    ]
     choice = None
     if plan.config.is_auto and configs:
         choice = LambdaChoice.of(LAMBDAS, [row[:skills] for row in tried], files[:skills])
         tried = [tried[LAMBDAS.index(choice.chosen)]]
-    judged = [list_costs(row[:skills], files[:skills]) for row in scores[len(inputs) :]]
-    remarks = [*find_doubts(files), *explain_best(names, judged)]
+        remarks = list(dict.fromkeys([*remarks, *choice.warnings]))
     if configs and plan.config.adapter_rank is not None:
         remarks.append("the merge is judged in full, not as an adapter of some rank: judge that "
                        "by --model once it is written")  # fmt: skip
     return Judgement(tuple(files), (*scores, *tried), choice, tuple(remarks))
-
-
-def count_skills(examples: Mapping[int, Sequence[Tokens]]) -> int:
-    """Files of examples of the models: those of the base come last."""
-    return sum(who != BASE for who in examples)
 
 
 class Trials:
@@ -91,13 +96,15 @@ class Trials:
         self.folder = folder
         # What merges are with lambda 1, by all else that they depend on; the latest last.
         self._spools: dict[str, Spool] = {}
-        self.merges = 0
 
     def score(self, config: DareConfig | None) -> Costs:
         """By file. None: of the base."""
         if config is None:
-            [scores] = self.judge.score(self.judge.only(BASE))
-            return list_costs(scores, self.files)
+            base = list_costs(self.judge.score_one(BASE), self.files)
+            owners = list_costs(self.judge.score_owners(), self.files)
+            for remark in find_disorder(self.files, base, owners):
+                LOG.warning(remark)
+            return base
         models = self.models.with_config(config)
         make = models.scale(list_lambdas(config), self._find_spool(models), keeps=True)
         costs = [list_costs(scores, self.files) for scores in self.judge.score(make)]
@@ -110,14 +117,23 @@ class Trials:
         key = repr((start_from(models.config), still if models.config.matches else ()))
         spool = self._spools.pop(key, None)
         if spool is None:
-            self.merges += 1
+            self._make_room()
             spool = Spool(self.folder)
+            self._spools[key] = spool  # to be closed, whatever happens
             if models.config.matches:
-                Matching(models, self.used).spool(spool)
+                try:
+                    Matching(models, self.used).spool(spool)
+                except BaseException:
+                    self._spools.pop(key).close()
+                    raise
         self._spools[key] = spool
-        while len(self._spools) > 1 and sum(s.size for s in self._spools.values()) > SPOOLED:
-            self._spools.pop(next(iter(self._spools))).close()
         return spool
+
+    def _make_room(self) -> None:
+        """Forget the oldest merges, if another one might not fit beside them."""
+        most = min(SPOOLED, shutil.disk_usage(self.folder).free)
+        while self._spools and 2 * sum(each.size for each in self._spools.values()) > most:
+            self._spools.pop(next(iter(self._spools))).close()
 
     def close(self) -> None:
         for spool in self._spools.values():
@@ -135,6 +151,7 @@ def open_trials(
     models.check_predicts()
     used, held = models.hold_out() if config.held_out else ({}, models.read_examples())
     skills = {who: tokens for who, tokens in held.items() if who != BASE}
+    Spool(folder).close()  # whether there can be one, before anything is judged
     with ExitStack() as opened:
         opened.enter_context(models.opened(skills))
         judge, files = opened.enter_context(open_judge(models, skills, 1))

@@ -197,9 +197,9 @@ class Settings(NamedTuple):
 
 QUICK: Final = Settings(
     units=(
-        # Wide enough for eight skills merged by whole matrices; a training for each of two cores.
+        # Wide enough for eight skills merged by whole matrices; trainings enough to tell ways apart.
         Unit(
-            *("digits", 512, 2, (200, 1e-3, 64), (400, 1e-3, 64), 2, FEW_LAMBDAS, (2, 8)),
+            *("digits", 512, 2, (200, 1e-3, 64), (400, 1e-3, 64), 6, FEW_LAMBDAS, (2, 8)),
             ways=(
                 *("task arithmetic", "ties", "wudi", "wudi + DARE 0.9"),
                 *("task arithmetic + DARE 0.9", *MATCHED, *AUTO),

@@ -197,7 +197,7 @@ class Settings(NamedTuple):
 
 QUICK: Final = Settings(
     units=(
-        # Wide enough for eight skills merged by whole matrices; trainings enough to tell ways apart.
+        # Wide enough for eight skills merged by whole matrices; enough trainings to compare ways.
         Unit(
             *("digits", 512, 2, (200, 1e-3, 64), (400, 1e-3, 64), 6, FEW_LAMBDAS, (2, 8)),
             ways=(

@@ -114,7 +114,11 @@ def find_rivals(models: Sequence[Costs], best: int) -> list[int]:
 
 
 def find_doubts(files: Sequence[JudgedFile]) -> list[str]:
-    few = [file.name for file in files if file.examples < FEW_EXAMPLES or file.tokens < FEW_TOKENS]
+    few = [
+        file.name
+        for file in files
+        if file.examples < FEW_EXAMPLES or (file.kind != ROWS and file.tokens < FEW_TOKENS)
+    ]
     if not few:
         return []
     return [

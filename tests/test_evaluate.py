@@ -8,6 +8,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import dare
@@ -50,6 +52,7 @@ from tests.support import (
     run,
     slow,
     snapshot,
+    tensors_in,
 )
 from tests.test_matching import (
     BATCHES,
@@ -239,7 +242,7 @@ def test_the_merge_is_made_once_and_calls_grow_with_lambdas_alone(
     monkeypatch.setattr(Inputs, "make", count_made)
     found = []
     for lambdas in (LAMBDAS[:2], LAMBDAS[:6]):
-        for room in ("judging", "judged_files", "trials"):
+        for room in ("judging", "matched_files", "trials"):
             monkeypatch.setattr(f"darelib.run.matching.{room}.LAMBDAS", lambdas)
         calls.clear()
         made.clear()
@@ -297,6 +300,23 @@ def test_merges_that_differ_are_told_apart_and_those_that_hardly_do_are_not(
     few = llama.merger().evaluate([tmp_path / "near"])
     remark, _ = few.remarks
     assert remark.startswith("'math.jsonl', 'code.jsonl' judge by fewer than 32 examples or 1,000")
+
+
+def test_files_in_another_order_and_models_that_lack_tensors_are_named(
+    llama: House, tmp_path: Path, capsys: Capture
+) -> None:
+    words = "the fine-tune whose examples these should be is no better than the base"
+    turned = llama.merger(examples=llama.examples[::-1], matched=False)
+    assert words in turned.evaluate().remarks[-1]
+    assert not [each for each in llama.merger(matched=False).evaluate().remarks if words in each]
+    turned.sweep(None, {"lambda_coeff": [1.0]}, search="grid")
+    short = tensors_in(llama.models[0])
+    short.pop("model.norm.weight")
+    shutil.copytree(llama.models[0], tmp_path / "short")
+    save_file(short, tmp_path / "short" / "model.safetensors", {"format": "pt"})
+    capsys.readouterr()
+    run("evaluate", *llama.flags, "--examples", *llama.examples, "--model", tmp_path / "short")
+    assert "model.norm.weight" in capsys.readouterr().err
 
 
 def test_the_worst_skill_is_marked_and_json_has_the_numbers_of_the_table(

@@ -111,7 +111,7 @@ def sweep(house: Path, evaluate: str, tasks: Path | None = None, **options: Any)
 def test_scores_are_accuracies_and_no_model_stays_in_memory(house: Path) -> None:
     objectives = ["score:max", "one:max", "pair:max"]
     given: Any = {"objectives": objectives, "folder": "kept", "keep_models": True}
-    found = sweep(house, "lm-eval:the_one, pair", **given)
+    found = sweep(house, "lm-eval:one, pair", **given)
     [kept] = Path("kept").glob("*-trial-0000")
     for folder, scores in ((house / "base", found.base), (kept, found.rows[0].scores)):
         one = count_right(folder, "one") / 8
@@ -153,7 +153,8 @@ def test_only_results_are_printed(house: Path, capfd: pytest.CaptureFixture[str]
         ("lm-eval:bare", 2, ("no metric of its own", "'two', 'three'")),
         ("lm-eval:one,pair,two", 1, ("cannot load", "Duplicate task 'two'")),
         ("lm-eval:lost", 1, ("lm-eval cannot load 'lost'",)),
-        ("lm-eval:one --objective on:max", 2, ("gives no score 'on'", "did you mean one?")),
+        ("lm-eval:the_one", 2, ("is a tag", "'one'")),
+        ("lm-eval:one --objective on:max", 1, ("no score 'on'",)),
         ("lm-eval:one --base coded", 1, ("cannot score the base", "contains custom code")),
         ("lm-eval:one --base file.safetensors", 1, ("needs a model's directory",)),
     ],

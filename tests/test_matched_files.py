@@ -363,7 +363,7 @@ def test_too_little_memory_is_said(
 def test_without_transformers_the_command_says_what_to_install(
     llama: House, tmp_path: Path, refused: Refusal, monkeypatch: Patch
 ) -> None:
-    for name in ("matched_files", "judged_files", "model_files", "language"):
+    for name in ("matched_files", "model_files", "language"):
         monkeypatch.delitem(sys.modules, f"darelib.run.matching.{name}", raising=False)
         monkeypatch.delattr(matching, name, raising=False)
     monkeypatch.setitem(sys.modules, "transformers", None)

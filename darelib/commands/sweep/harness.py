@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any, Final
 
 from darelib.commands.sweep.scores import EvaluationFailed, Objective
-from darelib.core.text import ConfigError, DareError, install_hint, list_names, nearest
+from darelib.core.text import ConfigError, DareError, install_hint, list_names
 
 PREFIX: Final = "lm-eval:"
 SCORE: Final = "score"  # the mean over what the user names
@@ -22,7 +22,6 @@ CPU_BATCH: Final = 4
 # Endings of the files that tasks are made of. Some that others include are called _default_yaml.
 TASK_FILES: Final = ("yaml", ".py")
 SEED: Final = 1234  # lm-eval's own: tasks may draw examples, shuffle answers or sample words
-LOUD: Final = ("datasets", "transformers")  # these print by handlers of their own
 MOST: Final = 300  # characters of an error: transformers and datasets write pages
 
 
@@ -32,8 +31,7 @@ class Harness:
 
     library: Any  # the module lm_eval
     tasks: Mapping[str, Any]  # and groups, as lm-eval has loaded them
-    # Of tasks and groups, by what the user names. A tag stands for several tasks.
-    metrics: Mapping[str, Mapping[str, str]]
+    metrics: Mapping[str, str]  # of those that the user names
 
     def __call__(self, model: Any, _: Any) -> dict[str, float]:
         import torch
@@ -51,11 +49,8 @@ class Harness:
                 torch.cuda.empty_cache()
         if problem:
             raise EvaluationFailed(problem)
-        scores: dict[str, float] = {}
-        for name, metrics in self.metrics.items():
-            scores |= {task: read(results, task, metric) for task, metric in metrics.items()}
-            scores[name] = fmean(scores[task] for task in metrics)
-        return {SCORE: fmean(scores[name] for name in self.metrics)} | scores
+        scores = {name: read(results, name, metric) for name, metric in self.metrics.items()}
+        return {SCORE: fmean(scores.values())} | scores
 
     def _evaluate(self, folder: str) -> Any:
         """What lm-eval reports. No code that comes with a model is run."""
@@ -95,15 +90,8 @@ def find_harness(
     with quiet():
         manager = library.tasks.TaskManager(include_path=folder)
         tasks = load_tasks(manager, names)
-    wanted = [objective.name for objective in objectives]
-    metrics = {}
-    for name in names:
-        is_loaded = name in tasks["tasks"] or name in tasks["groups"]
-        members = [name] if is_loaded else sorted(manager.task_index[name].tags)  # of a tag
-        metrics[name] = {each: find_metric(each, tasks, SCORE in wanted) for each in members}
-    known = {SCORE, *metrics}.union(*metrics.values())
-    if odd := next((name for name in wanted if name not in known), None):
-        raise ConfigError(f"lm-eval gives no score {odd!r}", nearest(odd, known))
+    is_averaged = SCORE in [objective.name for objective in objectives]
+    metrics = {name: find_metric(name, tasks, is_averaged) for name in names}
     label = f"{PREFIX}{','.join(names)} {library.__version__}"
     label += f" {digest_tasks(folder)}" if folder else ""
     return Harness(library, tasks, metrics), label
@@ -121,17 +109,12 @@ def load_library() -> Any:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Print nothing of what lm-eval prints: progress, warnings, prompts."""
-    nowhere = StringIO()
-    loud = list(map(logging.getLogger, LOUD))
-    levels = [logger.level for logger in loud]
+    logging.disable(logging.WARNING)
     try:
-        for logger in loud:
-            logger.setLevel(logging.ERROR)
-        with redirect_stdout(nowhere), redirect_stderr(nowhere):
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             yield
     finally:
-        for logger, level in zip(loud, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(logging.NOTSET)
 
 
 def describe(error: Exception) -> str:
@@ -161,6 +144,10 @@ def load_tasks(manager: Any, names: Sequence[str]) -> dict[str, Any]:
 def find_metric(name: str, tasks: Mapping[str, Any], is_averaged: bool) -> str:
     """The main metric of a task or a group: the first that it lists."""
     group = tasks["groups"].get(name)
+    if group is None and name not in tasks["tasks"]:
+        raise ConfigError(
+            f"{name!r} is a tag of lm-eval", f"name tasks: {list_names([*tasks['tasks']])}"
+        )
     if group is not None:
         members = group.get_all_tasks()
         metrics = [each.metric for each in group.aggregate_metric_list or ()]

@@ -35,8 +35,7 @@ from darelib.output.prepare import FilePlan, is_share, plan_output, record_match
 from darelib.output.publish import Output, explain_write_errors
 from darelib.plan.plan import Job, MergePlan
 from darelib.plan.tensorplan import TensorPlan, choose_kernel
-from darelib.run.matching.judged_files import choose_lambda
-from darelib.run.matching.judging import LAMBDAS
+from darelib.run.matching.judging import LAMBDAS, list_lambdas
 from darelib.run.matching.language import Tokens
 from darelib.run.matching.model_files import ModelFiles, Spool
 from darelib.run.matching.network import BASE
@@ -372,6 +371,16 @@ def run(order: Order) -> Made:
                 matching.restore(results, spool)
             )
             return note_choice(made, choice), outcomes
+
+
+def choose_lambda(
+    models: ModelFiles, held: Mapping[int, Sequence[Tokens]], solved: Spool | None = None
+) -> LambdaChoice:
+    """The lambda with which the merge is best on examples. solved: matrices that were matched."""
+    skills = {who: tokens for who, tokens in held.items() if who != BASE}
+    with models.judging(skills, len(LAMBDAS)) as (judge, files):
+        scores = judge.score(models.scale(list_lambdas(models.config), solved))
+        return LambdaChoice.of(LAMBDAS, scores, files)
 
 
 def divide_examples(

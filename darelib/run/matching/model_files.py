@@ -24,7 +24,7 @@ from darelib.config import DareConfig
 from darelib.config.settings import naming
 from darelib.core.formats import DTYPES
 from darelib.core.interrupts import Interrupts
-from darelib.core.text import DareError
+from darelib.core.text import DareError, progress
 from darelib.methods.passthrough import PASSTHROUGH
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.encodings import PLAIN, TensorInfo
@@ -32,7 +32,7 @@ from darelib.models.examples import divide
 from darelib.output.judged import ANSWERS, TOKENS, JudgedFile
 from darelib.plan.plan import Job, MergePlan, plan_merge
 from darelib.plan.tensorplan import TensorPlan, assign_offsets
-from darelib.run.matching.judging import Make, Test
+from darelib.run.matching.judging import Judge, Make, Test
 from darelib.run.matching.language import (
     ExampleReader,
     Names,
@@ -290,6 +290,21 @@ class ModelFiles:
             kind = ANSWERS if any(each.answered > 1 for each in tokens) else TOKENS
             files.append(JudgedFile(self.name_examples(who), len(tokens), judged, kind))
         return tests, files
+
+    @contextmanager
+    def judging(
+        self, examples: Mapping[int, Sequence[Tokens]], count: int
+    ) -> Iterator[tuple[Judge, list[JudgedFile]]]:
+        """While so many models are judged, with the module opened."""
+        tests, files = self.make_tests(examples)
+        steps = (len(tests) + count) * len(self.network.segments)
+        with progress("judging", steps, self.config.verbose) as advance:
+
+            def step() -> None:
+                self.interrupts.check()
+                advance(1)
+
+            yield Judge(self.network, self.load, tests, step), files
 
     def load(self, who: int, parameters: Sequence[str]) -> dict[str, Tensor]:
         tensors = self.weights.make(who, self.names.list_tensors(parameters))

@@ -25,7 +25,6 @@ from darelib.output.judged import (
     list_costs,
 )
 from darelib.plan.plan import MergePlan, plan_merge
-from darelib.run.matching.judged_files import open_judge
 from darelib.run.matching.judging import LAMBDAS, Judge, list_lambdas
 from darelib.run.matching.language import Tokens
 from darelib.run.matching.matched_files import Matching, check_tokens
@@ -56,7 +55,7 @@ def judge(
     with models.opened(held), closing(Spool()) as spool:
         if configs and plan.config.matches:
             Matching(models, used).spool(spool)
-        with open_judge(models, held, len(own) + len(configs)) as (judging, files):
+        with models.judging(held, len(own) + len(configs)) as (judging, files):
             scores = [judging.score_one(who) for who in own]
             tried = judging.score(models.scale(configs, spool)) if configs else []
     skills = sum(who != BASE for who in held)  # the base's own examples come last
@@ -154,7 +153,7 @@ def open_trials(
     Spool(folder).close()  # whether there can be one, before anything is judged
     with ExitStack() as opened:
         opened.enter_context(models.opened(skills))
-        judge, files = opened.enter_context(open_judge(models, skills, 1))
+        judge, files = opened.enter_context(models.judging(skills, 1))
         for doubt in find_doubts(files):
             LOG.warning(doubt)
         yield opened.enter_context(closing(Trials(models, used, judge, files, folder)))

@@ -429,6 +429,7 @@ def states_of(module: nn.Module) -> tuple[Tensors, list[Tensors]]:
         (lambda *some: dare_match(*some, [[BATCHES[0][0]]] * 2, AUTO), "cannot be divided"),
         (lambda *some: dare_match(*some, BATCHES, UNMATCHED), "nothing is matched with the ex"),
         (lambda *some: dare_evaluate(*some, BATCHES[:1]), "batches for 1 of 2 models"),
+        (lambda *some: dare_evaluate(*some, BATCHES, some[1]), "merges must be a list"),
         (lambda _, base, tuned: dare.dare_merge(base, tuned, AUTO), "lambda auto is chosen by"),
         (lambda _, *some: dare.dare_merge(*some, DareConfig(matched=True)), "without examples"),
         (lambda module, base, _: dare_evaluate(module, base, [], []), "no models"),

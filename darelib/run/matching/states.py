@@ -157,6 +157,8 @@ def judge_tensors(
     base_batches: Iterable[Any] | None = None,
 ) -> Judgement:
     """Base, models and merges, beside the models on their batches."""
+    if isinstance(merges, Mapping):
+        raise ConfigError("merges must be a list of state dicts", "put it in brackets")
     states = States(model, base, finetuned, batches, base_batches)
     count = len(finetuned)
     states.states |= {count + k: each for k, each in enumerate(merges)}

@@ -7,11 +7,13 @@
 # ///
 """How long does it take to match a merge with examples, and how much memory?
 
-    uv run examples/benchmark_match.py block                 one block of Llama 8B, two models
-    uv run examples/benchmark_match.py command --size 8      the whole command, by billions
+    uv run examples/benchmark_match.py block --size 8        one block of Llama 8B, two models
+    uv run examples/benchmark_match.py command --size 8      whole commands, by billions
 
 A block is matched by the walk, and by hand: the same forwards, sums and solutions, written out for
-Llama. The command merges models of random weights, from files, with 64 examples of 512 tokens each.
+Llama. The commands merge models of random weights from files, by weights alone and matched with 64
+examples of 512 tokens each, and judge them; beside these, the files are only read. Of more than two
+models, every second one has the same bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -43,10 +45,14 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Widths, layers, heads and tokens, by billions of parameters.
 SIZES = {
     "8": (4096, 14336, 32, 32, 8, 128256),
-    "1": (2048, 8192, 16, 32, 8, 32000),
+    "3": (3072, 8192, 28, 24, 8, 128256),
+    "1": (2048, 8192, 16, 32, 8, 128256),
+    "0.5": (1024, 4864, 24, 16, 8, 32000),
     "0.1": (768, 2048, 12, 12, 4, 8192),
 }
 EXAMPLES, LENGTH = 64, 512
+WAYS = ("linear", "wudi", "matched", "evaluate")
+READ = 1 << 24  # bytes at a time
 # The command, and the most memory that it had: what the system counts of a child has its parent's.
 COMMAND = """
 import os, re, sys, dare
@@ -54,10 +60,12 @@ if share := os.environ.get("GPU_SHARE"):
     import torch
     torch.cuda.set_per_process_memory_fraction(float(share))
 status = dare.main(sys.argv[1:])
+used = os.times()
 peak = re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())
 torch = sys.modules.get("torch")
 gpu = torch.cuda.max_memory_reserved() if torch and torch.cuda.is_available() else 0
-print(f"[{int(peak[1]) * 1024 / 1e9:.2f}, {gpu / 1e9:.2f}]", file=sys.stderr)
+numbers = int(peak[1]) * 1024 / 1e9, gpu / 1e9, used.user + used.system
+print([round(number, 2) for number in numbers], file=sys.stderr)
 sys.exit(status)
 """
 
@@ -232,11 +240,17 @@ def measure_block(size: str, examples: int, times: int) -> dict[str, Any]:
     }
 
 
-def write_models(size: str, folder: Path, layers: int | None) -> None:
-    """A base and two fine-tunes of random weights, in bf16, with examples as token ids."""
+def write_models(size: str, folder: Path, layers: int | None, count: int) -> list[str]:
+    """A base and fine-tunes of random weights, in bf16, with examples as token ids."""
     config = configure(size, layers)
-    for number, name in enumerate(("base", "first", "second")):
+    names = [f"model{k}" for k in range(1, count + 1)]
+    for number, name in enumerate(("base", *names)):
         (folder / name).mkdir(parents=True)
+        write_examples(folder / f"{name}.jsonl", config.vocab_size)
+        if number > 2:  # the disk may have no room for more
+            for file in (folder / names[number % 2]).iterdir():
+                os.link(file, folder / name / file.name)
+            continue
         config.save_pretrained(folder / name)
         with torch.device("meta"):
             model = transformers.LlamaForCausalLM(config)
@@ -260,42 +274,75 @@ def write_models(size: str, folder: Path, layers: int | None) -> None:
         (folder / name / "model.safetensors.index.json").write_text(
             json.dumps({"metadata": {}, "weight_map": table})
         )
-        with open(folder / f"{name}.jsonl", "w") as file:
-            for _ in range(EXAMPLES):
-                ids = torch.randint(0, config.vocab_size, (LENGTH,)).tolist()
-                file.write(json.dumps({"input_ids": ids}) + "\n")
+    return names
 
 
-def measure_command(
-    size: str, folder: Path, layers: int | None, memory: float | None
-) -> dict[str, Any]:
-    write_models(size, folder, layers)
-    command = [sys.executable, "-c", COMMAND, "--base", "base", "--merge", "first", "second"]
-    command += ["--drop-rate", "0", "--output", "merged", "--json"]
-    figures: dict[str, Any] = {}
+def write_examples(path: Path, tokens: int) -> None:
+    with path.open("w") as file:
+        for _ in range(EXAMPLES):
+            ids = torch.randint(0, tokens, (LENGTH,)).tolist()
+            file.write(json.dumps({"input_ids": ids}) + "\n")
+
+
+def read_files(folder: Path, names: Sequence[str]) -> float:
+    """The seconds that it takes to read models, on one thread."""
+    started = time.perf_counter()
+    buffer = bytearray(READ)
+    for name in names:
+        for path in (folder / name).glob("*.safetensors"):
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(buffer):
+                    pass
+    return time.perf_counter() - started
+
+
+def measure_commands(
+    size: str,
+    folder: Path,
+    layers: int | None,
+    memory: float | None,
+    count: int,
+    ways: Sequence[str],
+) -> None:
+    """Print the figures of each command when it is done: some take long."""
+    names = write_models(size, folder, layers, count)
     home = str(Path(__file__).resolve().parent.parent)
     paths = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": paths}
-    examples = ["--examples", "first.jsonl", "second.jsonl"]
     if memory:
-        size = torch.cuda.get_device_properties(DEVICE).total_memory
-        environment["GPU_SHARE"] = str(memory * 1e9 / size)
+        whole = torch.cuda.get_device_properties(DEVICE).total_memory
+        environment["GPU_SHARE"] = str(memory * 1e9 / whole)
     if DEVICE.type == "cuda":
         torch.cuda.empty_cache()
-    for what, more in {"merged": [], "matched": examples}.items():
+    print(json.dumps({"reading, s": round(read_files(folder, ["base", *names]), 1)}), flush=True)
+    models = ["--base", "base", "--merge", *names, "--drop-rate", "0", "--json"]
+    examples = ["--examples", *(f"{name}.jsonl" for name in names)]
+    for way in ways:
         shutil.rmtree(folder / "merged", ignore_errors=True)
         started = time.perf_counter()
         done = subprocess.run(
-            [*command, *more], cwd=folder, capture_output=True, text=True, env=environment
+            [sys.executable, "-c", COMMAND, *make_words(way, models, examples)],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            env=environment,
         )
+        seconds = time.perf_counter() - started
         if done.returncode:
             sys.exit(done.stderr)
-        figures[f"{what}, s"] = round(time.perf_counter() - started, 1)
-        *_, last = done.stderr.splitlines()
-        figures[f"{what}, GB of memory and GPU"] = json.loads(last)
-    return figures | {
-        "outputs off": [json.loads(done.stdout)["matching"][k] for k in ("before", "after")]
-    }
+        resident, on_gpu, of_cpu = json.loads(done.stderr.splitlines()[-1])
+        figures = {"s": seconds, "GB": resident, "GB of the GPU": on_gpu, "s of CPUs": of_cpu}
+        shown = {f"{way}, {name}": round(each, 2) for name, each in figures.items() if each}
+        matching = json.loads(done.stdout).get("matching") or {}
+        shown |= {name: matching[name] for name in ("before", "after") if name in matching}
+        print(json.dumps(shown), flush=True)
+
+
+def make_words(way: str, models: Sequence[str], examples: Sequence[str]) -> list[str]:
+    """What the command is called with."""
+    if way == "evaluate":
+        return ["evaluate", *models, *examples, "--no-matched"]
+    return [*models, "--output", "merged", *(examples if way == "matched" else ["--method", way])]
 
 
 def main() -> None:
@@ -304,6 +351,10 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="0.1", help="billions of parameters")
     parser.add_argument("--examples", type=int, default=64, help="of each model, for a block")
     parser.add_argument("--layers", type=int, help="fewer than the model has")
+    parser.add_argument("--models", type=int, default=2, help="that are merged by commands")
+    parser.add_argument(
+        "--ways", nargs="+", default=WAYS, choices=WAYS, metavar="WAY", help=" ".join(WAYS)
+    )
     parser.add_argument("--gpu-memory", type=float, help="GB that the command may have")
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=Path("benchmark_match"), help="for files")
@@ -313,8 +364,14 @@ def main() -> None:
         print(json.dumps(measure_block(options.size, options.examples, options.times)))
         return
     try:
-        found = measure_command(options.size, options.folder, options.layers, options.gpu_memory)
-        print(json.dumps(found))
+        measure_commands(
+            options.size,
+            options.folder,
+            options.layers,
+            options.gpu_memory,
+            options.models,
+            options.ways,
+        )
     finally:
         shutil.rmtree(options.folder, ignore_errors=True)
 

@@ -15,10 +15,11 @@ Four families on data that every machine has. Transformers read the sources and 
 Python letter by letter and are fine-tuned for word tasks: in full ("chars", the largest of 300
 million parameters), as LoRA of rank 16 ("lora"), and for tasks that one mark asks for, so that they
 are in each other's way ("contexts"). Networks read scikit-learn's digits ("digits"). Each is
-trained several times over: a base, and a fine-tune for each skill. Each way to merge two, three or
-eight of them is tried with the same lambdas, on validation data and with masks of their own; the
-best is scored on test data, and by what it costs elsewhere. A run that was stopped goes on where
-its results file ends.
+trained several times over: a base, and a fine-tune for each skill. Two, three or eight of them are
+merged: by weights alone, and matched with examples of each skill; in full, and as the tenth that
+DARE leaves of each. Every merge is scored on test data with a lambda of 1, with the lambdas that
+held-out examples choose, and with the one that is best on validation data; and by what it costs
+elsewhere. A run that was stopped goes on where its results file ends.
 """
 
 from __future__ import annotations
@@ -31,113 +32,87 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import replace
-from functools import partial
-from itertools import product
+from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
-from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import torch
 from quality_families import (
+    BASE_TEXT,
     COPIES,
     DEVICE,
     FAMILIES,
+    HELD,
     HELD_OUT,
+    JUDGES,
+    PROMPTS,
     REHEARSED,
     RIGHT_SHARE,
+    SKILL,
     SMOOTHING,
     TASK_SHARE,
     Adapters,
+    Asked,
+    join,
     seeded,
 )
 from quality_report import draw, report
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 # So that it also runs without an installation.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dare import DareConfig, dare_match, dare_merge, dare_sparsify
+from darelib.run.matching.judging import LAMBDAS
 
-quiet = partial(DareConfig, verbose=False)
 State = dict[str, Tensor]
 Recipe = tuple[int, float, int]  # of a training run: steps, rate for a width of 64, batch
-LAMBDAS: Final = (0.3, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 4.0)
-METHODS: Final = {
-    "linear": "task arithmetic",
-    "ties": "ties",
-    "ram": "ram",
-    "slerp": "slerp",
-    "model_stock": "model stock",
-    "karcher": "karcher",
-    "wudi": "wudi",
-}
-PAIRS: Final = ("slerp",)  # of two models alone
-DROPS: Final[dict[str, dict[str, Any]]] = {
-    "": {"drop_rate": 0.0},
-    " + DARE 0.5": {"drop_rate": 0.5},
-    " + DARE 0.9": {"drop_rate": 0.9},
-}
-BREADCRUMBS: Final = {"drop": "breadcrumbs", "drop_rate": 0.3, "gamma": 0.005}
-# Ways to merge, by what they are called: with nothing dropped, half and nine tenths; and what came
-# first of the entry-wise ways in an earlier ranking of 41, or is a setting of its own.
-WAYS: Final[dict[str, dict[str, Any]]] = {
+TENTHS: Final = 0.9  # the share that DARE drops
+
+
+class Way(NamedTuple):
+    """A way to merge."""
+
+    method: str
+    examples: int = 0  # of each skill, to match with; 0: by weights alone
+    dropped: float = 0.0  # what DARE drops of each fine-tune; nothing else is left of it
+    based: bool = False  # whether the base takes part, with text of its own
+    kind: str = SKILL  # what the examples show
+    turned: int = 0  # whose examples a fine-tune gets: of another skill that is so far away
+
+
+AVERAGE: Final = "task arithmetic"
+STARTS: Final = {AVERAGE: "linear", "wudi": "wudi"}
+WAYS: Final = {
+    **{name: Way(method) for name, method in STARTS.items()},
+    **{f"{name} + DARE 0.9": Way(method, dropped=TENTHS) for name, method in STARTS.items()},
     **{
-        name + drop: {"method": method, **given}
-        for (method, name), (drop, given) in product(METHODS.items(), DROPS.items())
+        f"{name}, matched with {count}": Way(method, count)
+        for name, method in STARTS.items()
+        for count in (16, 64, 512)
     },
-    "task arithmetic + breadcrumbs": {"method": "linear", **BREADCRUMBS},
-    "ram + breadcrumbs": {"method": "ram", **BREADCRUMBS},
-    "wudi ridge 0.1": {"method": "wudi", "drop_rate": 0.0, "ridge": 0.1},
+    "tenths, matched with 64": Way("linear", 64, TENTHS),
+    "tenths, matched with 512": Way("linear", 512, TENTHS),
+    "matched with 512, and the base's text": Way("linear", 512, based=True),
 }
-# Matched with so many examples of each skill; of tenths, nothing else is left of the models.
-MATCHED: Final[dict[str, dict[str, Any]]] = {
+# How few examples, and how wrong: tried where all skills are merged.
+LIMITS: Final = {
     **{
-        f"{name}, matched with {count}": {"method": method, "drop_rate": 0.0, "examples": count}
-        for (method, name), count in product(
-            {"linear": "task arithmetic", "wudi": "wudi"}.items(), (64, 512)
-        )
+        f"{AVERAGE}, matched with {count}": Way("linear", count)
+        for count in (8, 32, 128, 256, 1024, 2048)
     },
-    "tenths, matched with 512": {
-        "method": "linear",
-        "drop_rate": 0.0,
-        "examples": 512,
-        "thinned": 0.9,
-    },
+    "examples in the wrong order": Way("linear", 512, turned=1),
+    "examples of other text": Way("linear", 512, kind=BASE_TEXT),
+    "examples without answers": Way("linear", 512, kind=PROMPTS),
 }
-# Of these, also with a lambda that is chosen without labels.
-CHOSEN: Final = (
-    *("task arithmetic", "wudi"),
-    *("task arithmetic, matched with 512", "wudi, matched with 512"),
-)
-JUDGES: Final = 64  # held-out examples of each skill, by which a lambda is chosen
-
-
-def hold_out(given: dict[str, Any]) -> dict[str, Any]:
-    """The same way with a lambda that dare_match chooses: by agreement with the fine-tunes, as what
-    a module is called with marks no answers.
-    """
-    # dare_match wants some that do not judge, even where nothing is matched.
-    count = given.get("examples", JUDGES) + JUDGES
-    chosen = {"examples": count, "held_out": JUDGES / count, "lambda_coeff": "auto"}
-    return given | chosen | ({} if "examples" in given else {"matched": False})
-
-
-AUTO: Final[dict[str, dict[str, Any]]] = {
-    f"{name}, lambda auto": hold_out(given)
-    for name, given in (WAYS | MATCHED).items()
-    if name in CHOSEN
-}
-# For networks whose merges take long.
-FEW: Final = (
-    *("task arithmetic", "ties", "ram", "model stock", "wudi", "wudi ridge 0.1"),
-    *("task arithmetic + DARE 0.9", "wudi + DARE 0.5", "wudi + DARE 0.9"),
-)
-FEW_LAMBDAS: Final = (0.4, 0.7, 1.0, 1.5, 2.0, 3.0)
+JUDGING: Final = Way("", JUDGES, kind=HELD)
+# Skills that are next to those merged: tried where not all are.
+ANOTHER: Final = {"examples of another skill": Way("linear", 512, turned=3)}
 
 
 class Unit(NamedTuple):
@@ -150,17 +125,18 @@ class Unit(NamedTuple):
     expert: Recipe
     # One in each round: its networks have the same held-out data and merge the same pair.
     trainings: int = 6
-    lambdas: tuple[float, ...] = LAMBDAS  # that a search tries
     # How many skills are merged, one number after the other; the last is how many are learned.
     merged: tuple[int, ...] = (2, 3, 8)
     rank: int = 0  # of fine-tunes by LoRA; 0: in full
+    limits: bool = False  # whether it is tried how few and how wrong examples may be
     ways: tuple[str, ...] = tuple(WAYS)
 
     def __str__(self) -> str:
-        return f"{self.family}/{self.width}"
+        deep = f"x{self.layers}" if self.layers >= DEEP else ""
+        return f"{self.family}/{self.width}{deep}"
 
 
-large = partial(Unit, lambdas=FEW_LAMBDAS, ways=FEW)
+DEEP: Final = 24  # blocks
 
 
 class Tested(NamedTuple):
@@ -168,64 +144,49 @@ class Tested(NamedTuple):
 
     score: float
     elsewhere: float
-    searched: float | None = None  # the lambda that a search has chosen
+    searched: float | None = None  # the lambda, where it was chosen
 
 
 class Settings(NamedTuple):
     """What is trained and how much is tried; by default as in the documents."""
 
     units: tuple[Unit, ...] = (  # the longest first, so that none is waited for at the end
-        large("chars", 1536, 11, (400, 4e-3, 96), (400, 3e-4, 128), 1),
-        large("chars", 1024, 8, (500, 4e-3, 96), (500, 3e-4, 128), 3),
-        large("lora", 1024, 8, (500, 4e-3, 96), (500, 6e-3, 128), 3, rank=16),
-        large("contexts", 1024, 8, (500, 4e-3, 96), (500, 3e-4, 128), 3, merged=(2, 3)),
-        *(Unit("chars", width, 2, (1000, 4e-3, 64), (800, 3e-4, 128)) for width in (768, 256, 64)),
-        *(
-            Unit("lora", width, 2, (1000, 4e-3, 64), (800, 6e-3, 128), rank=16)
-            for width in (768, 256)
-        ),
+        Unit("chars", 1536, 11, (400, 4e-3, 96), (400, 3e-4, 128), 1),
+        Unit("chars", 512, DEEP, (600, 4e-3, 96), (500, 3e-4, 128), 3, limits=True),
+        Unit("lora", 512, DEEP, (600, 4e-3, 96), (500, 6e-3, 128), 3, rank=16),
+        Unit("chars", 1024, 8, (500, 4e-3, 96), (500, 3e-4, 128), 3),
+        Unit("lora", 1024, 8, (500, 4e-3, 96), (500, 6e-3, 128), 3, rank=16),
+        Unit("contexts", 384, DEEP, (600, 4e-3, 96), (500, 3e-4, 128), 3, (2, 3)),
+        Unit("contexts", 1024, 8, (500, 4e-3, 96), (500, 3e-4, 128), 3, (2, 3)),
+        Unit("chars", 768, 2, (1000, 4e-3, 64), (800, 3e-4, 128), limits=True),
+        Unit("lora", 768, 2, (1000, 4e-3, 64), (800, 6e-3, 128), rank=16),
+        *(Unit("chars", width, 2, (1000, 4e-3, 64), (800, 3e-4, 128)) for width in (256, 64)),
+        Unit("lora", 256, 2, (1000, 4e-3, 64), (800, 6e-3, 128), rank=16),
         *(
             Unit("contexts", width, 2, (1000, 4e-3, 64), (800, 3e-4, 128), merged=(2, 3))
             for width in (768, 256)
         ),
-        *(Unit("digits", width, 2, (200, 1e-3, 64), (600, 1e-3, 64)) for width in (2048, 512, 64)),
+        Unit("digits", 2048, 2, (200, 1e-3, 64), (600, 1e-3, 64), limits=True),
+        *(Unit("digits", width, 2, (200, 1e-3, 64), (600, 1e-3, 64)) for width in (512, 64)),
     )
-    masks: int = 2  # with which a merge is tested, and as many others for each lambda of a search
-    rates: tuple[float, ...] = (0.0, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99)  # for one model
-    starts: tuple[float, ...] = (0.6, 1.0, 1.5)  # lambdas without a search
+    masks: int = 2  # with which a merge of tenths is tested
 
 
 QUICK: Final = Settings(
-    units=(
-        # Wide enough for eight skills merged by whole matrices; enough trainings to compare ways.
-        Unit(
-            *("digits", 512, 2, (200, 1e-3, 64), (400, 1e-3, 64), 6, FEW_LAMBDAS, (2, 8)),
-            ways=(
-                *("task arithmetic", "ties", "wudi", "wudi + DARE 0.9"),
-                *("task arithmetic + DARE 0.9", *MATCHED, *AUTO),
-            ),
-        ),
-    ),
+    # Wide enough for eight skills merged by whole matrices; enough trainings to compare ways.
+    units=(Unit("digits", 512, 2, (200, 1e-3, 64), (400, 1e-3, 64), merged=(2, 8)),),
     masks=1,
-    rates=(0.0, 0.5, 0.8, 0.9, 0.99),
 )
 # Trainings with seeds below were looked at when the recipes were chosen.
-FIRST_SEED: Final = 3000
-# Model i of a merge draws with seed + i: seeds that are ten apart share no mask. By what a merge is
-# scored on; each training has ten of its own.
-SEEDS: Final = {"validation": range(10_000, 20_000, 10), "test": range(20_000, 30_000, 10)}
-# Of one model, by drop rate.
-ARMS: Final[dict[str, dict[str, Any]]] = {
-    "DARE": {},
-    "no rescale": {"rescale": "none"},
-    "magnitude": {"drop": "magnitude"},
-}
-
-
+FIRST_SEED: Final = 5000
+# Of the masks of a training: model i of a merge draws with seed + i, so that those which are ten
+# apart share none.
+FIRST_MASK: Final = 30_000
 # What a way to merge takes for each skill, with all its lambdas, in steps of training: as measured
 # with the quick networks, on one core.
 MERGE_WORK: Final = 60
 PAUSE: Final = 5  # seconds between two lines of a training
+WARM: Final = 3  # steps of a training that a GPU does one by one, before it repeats them as a whole
 
 
 class Progress:
@@ -251,16 +212,13 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def lower_precision() -> torch.autocast:
+def lower_precision(wanted: bool = True) -> torch.autocast:
     """A GPU computes in bf16."""
-    return torch.autocast(DEVICE, torch.bfloat16, enabled=DEVICE == "cuda")
+    return torch.autocast(DEVICE, torch.bfloat16, enabled=wanted and DEVICE == "cuda")
 
 
 class Lab:
     """The models of one training, and the scores of their merges."""
-
-    # What is scored on validation and on test data, where that is matched with examples.
-    matched: Mapping[str, list[State]] = MappingProxyType({})
 
     def __init__(self, unit: Unit, training: int) -> None:
         self.unit = unit
@@ -302,108 +260,202 @@ class Lab:
         # models, and 1 / width.
         rate *= (64 / self.unit.width) ** 0.75
         generator = seeded(seed)
-        optimizer = torch.optim.Adam(parameters, lr=rate, betas=(0.9, 0.99), fused=True)
+        is_repeated = DEVICE == "cuda"
+        optimizer = torch.optim.Adam(
+            parameters,
+            lr=torch.tensor(rate) if is_repeated else rate,  # a GPU looks it up at each step
+            betas=(0.9, 0.99),
+            fused=True,
+            capturable=is_repeated,
+        )
         schedule = torch.optim.lr_scheduler.OneCycleLR(
             optimizer, rate, steps, pct_start=0.1, cycle_momentum=False
         )
-        for _ in range(steps):
+
+        def step() -> None:
             optimizer.zero_grad()
             with lower_precision():
                 self.family.loss(model, skill, batch, generator).backward()
             nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
-            schedule.step()
+
+        with on_a_stream() as stream:
+            again = step
+            for k in range(steps):
+                if is_repeated and k == WARM:
+                    again = capture(step, generator, stream)
+                again()
+                schedule.step()
 
     @torch.no_grad()
-    def score(self, state: State, skills: Sequence[str], part: str) -> float:
-        """The share of right answers, as a mean over skills."""
+    def answer(self, state: State, asked: Asked, exact: bool = False) -> Tensor:
+        """The logits of a model. exact: where two models are compared."""
         self.model.load_state_dict(state)
-        with lower_precision():
-            right = [self.family.right(self.model, skill, part).float().mean() for skill in skills]
-        return torch.stack(right).mean().item()
+        with lower_precision(not exact):
+            logits: Tensor = self.model(asked.inputs)
+            return logits
 
-    def match(self, skills: Sequence[str], way: dict[str, Any], seed: int) -> State:
-        """A merge that is matched with examples. Lambda only multiplies what it changes."""
-        given = dict(way)
-        count = given.pop("examples")
-        thinned = given.pop("thinned", 0.0)
-        generator = seeded(FIRST_SEED * 100 + seed)
-        batches = [self.family.show(skill, count, generator) for skill in skills]
-        if "held_out" in given:  # whole batches are: one of each skill
-            batches = [[part for rows in own for part in rows.split(JUDGES)] for own in batches]
-        experts = [
-            dare_sparsify(self.base, self.experts[skill], thinned, seed + i)
-            for i, skill in enumerate(skills)
-        ]
-        return dare_match(self.model, self.base, experts, batches, quiet(**given, dtype="float32"))
+    def score(self, state: State, skills: Sequence[str], part: str) -> float:
+        """The share of right answers, as a mean over skills, which have as many questions each."""
+        asked = join([self.family.test(skill, part) for skill in skills])
+        return asked.right(self.answer(state, asked)).float().mean().item()
 
-    def merge(
-        self, skills: Sequence[str], config: DareConfig, part: str, masks: int
-    ) -> Iterator[State]:
-        """Merges of experts with several masks; where none is drawn, one merge."""
-        if self.matched:
-            for state in self.matched[part][:masks]:
-                yield dare_merge(self.base, [state], config)
-            return
-        experts = [self.experts[skill] for skill in skills]
-        is_drawn = config.drop_rate and config.drop == "random"
-        for seed in SEEDS[part][10 * self.training :][: masks if is_drawn else 1]:
-            yield dare_merge(self.base, experts, replace(config, seed=seed))
-
-    def rate(self, skills: Sequence[str], config: DareConfig, part: str, masks: int = 1) -> float:
-        """The score of a merge, as a mean over masks."""
-        merges = self.merge(skills, config, part, masks)
-        return fmean(self.score(merged, skills, part) for merged in merges)
-
-    def test(self, skills: Sequence[str], config: DareConfig, masks: int = 1) -> Tested:
-        """The score of a merge on test data and its loss elsewhere, as means over masks."""
-        scores = []
-        losses = []
-        for merged in self.merge(skills, config, "test", masks):
-            scores.append(self.score(merged, skills, "test"))
-            losses.append(self.measure_elsewhere(merged))
-        return Tested(round(fmean(scores), 4), round(fmean(losses), 4))
-
-    @torch.no_grad()
     def measure_elsewhere(self, state: State) -> float:
         """The loss at what no skill is about."""
-        self.model.load_state_dict(state)
-        with lower_precision():
-            return self.family.elsewhere(self.model).item()
+        asked = self.family.elsewhere()
+        return asked.loss(self.answer(state, asked)).item()
 
-    def configure(self, scale: float, given: dict[str, Any]) -> DareConfig:
-        """What is matched is one model, of which nothing is dropped."""
-        return quiet(lambda_coeff=scale, **({"drop_rate": 0.0} if self.matched else given))
+    def test(self, state: State, skills: Sequence[str], searched: float | None = None) -> Tested:
+        score = self.score(state, skills, "test")
+        return Tested(round(score, 4), round(self.measure_elsewhere(state), 4), searched)
 
-    def prepare(self, skills: Sequence[str], given: dict[str, Any], masks: int) -> None:
-        """Match, if that is the way: with other examples and masks for validation and test."""
-        self.matched = {
-            part: [
-                self.match(skills, given, seed)
-                for seed in seeds[10 * self.training :][: masks if "thinned" in given else 1]
-            ]
-            for part, seeds in SEEDS.items()
-            # Lambda is chosen on the way: there is nothing to validate.
-            if "examples" in given and (part == "test" or "held_out" not in given)
+    def thin(self, skills: Sequence[str], dropped: float, mask: int) -> list[State]:
+        """The fine-tunes that are merged."""
+        seed = FIRST_MASK + 1000 * self.training + 10 * mask
+        return [
+            dare_sparsify(self.base, self.experts[skill], dropped, seed + i)
+            for i, skill in enumerate(skills)
+        ]
+
+    def show(self, skills: Sequence[str], way: Way) -> list[list[Asked]]:
+        """What a way shows of each of some skills, as batches."""
+        every = self.family.skills
+        found = []
+        for skill in skills:
+            owner = (every.index(skill) + way.turned) % len(every)
+            generator = seeded(1000 * (FIRST_SEED + self.training) + owner)
+            found.append(self.family.show(every[owner], way.examples, generator, way.kind))
+        return found
+
+    def merge(self, experts: Sequence[State], shown: Sequence[Sequence[Asked]], way: Way) -> State:
+        """With a lambda of 1, in float32."""
+        config = DareConfig(method=way.method, drop_rate=0.0, dtype="float32", verbose=False)
+        if not way.examples:
+            return dare_merge(self.base, experts, config)
+        batches = [[asked.inputs for asked in own] for own in shown]
+        texts = None
+        if way.based:
+            generator = seeded(FIRST_SEED + self.training)
+            own = self.family.show(self.skills[0], way.examples, generator, BASE_TEXT)
+            texts = [asked.inputs for asked in own]
+        return dare_match(self.model, self.base, experts, batches, config, base_batches=texts)
+
+    def scale(self, merged: State, by: float) -> State:
+        """The merge with another lambda, in the type that it is stored in."""
+        return {
+            name: (base.float() + by * (merged[name] - base.float())).to(base.dtype)
+            for name, base in self.base.items()
         }
 
-    def search(self, skills: Sequence[str], given: dict[str, Any], masks: int) -> Tested:
-        """The lambda that is best on validation data, of equals the smallest, on test data."""
-        configs = {scale: self.configure(scale, given) for scale in self.unit.lambdas}
-        scores = {
-            scale: self.rate(skills, config, "validation", masks)
-            for scale, config in configs.items()
+    def choose(
+        self, merged: State, experts: Sequence[State], skills: Sequence[str]
+    ) -> dict[str, float]:
+        """Lambdas: the best on validation data, of equals the smallest; and those with which
+        held-out examples are nearest to the fine-tunes (the mean KL divergence), or their answers
+        likeliest.
+        """
+        held = [join(own) for own in self.show(skills, JUDGING)]
+        asked = join(held)
+        expected = [self.answer(e, own, True) for e, own in zip(experts, held, strict=True)]
+        wanted = F.log_softmax(torch.cat(expected), -1)
+        costs: dict[str, list[float]] = {name: [] for name in CHOSEN}
+        for scale in LAMBDAS:
+            state = self.scale(merged, scale)
+            logits = self.answer(state, asked, True)
+            apart = F.kl_div(F.log_softmax(logits, -1), wanted, reduction="sum", log_target=True)
+            found = (
+                -self.score(state, skills, "validation"),
+                apart.item(),
+                asked.loss(logits).item(),
+            )
+            for name, cost in zip(CHOSEN, found, strict=True):
+                costs[name].append(cost)
+        return {name: LAMBDAS[own.index(min(own))] for name, own in costs.items()}
+
+    def try_way(self, skills: Sequence[str], way: Way, masks: int) -> dict[str, Any]:
+        """What a way gives by how lambda is chosen, as means over masks; the seconds that a merge
+        takes; and for how many of the models examples seem to be wrong.
+        """
+        shown = self.show(skills, way) if way.examples else []
+        tried: dict[str, list[Tested]] = {}
+        seconds = []
+        warned = []
+        for mask in range(masks if way.dropped else 1):
+            experts = self.thin(skills, way.dropped, mask)
+            started = time.perf_counter()
+            merged = self.merge(experts, shown, way)
+            synchronize()
+            seconds.append(time.perf_counter() - started)
+            lambdas = {"lambda 1": 1.0, **self.choose(merged, experts, skills)}
+            tested = {
+                by: self.test(self.scale(merged, by), skills, by) for by in {*lambdas.values()}
+            }
+            for name, by in lambdas.items():
+                tried.setdefault(name, []).append(tested[by])
+            warned += [self.seems_wrong(*pair) for pair in zip(experts, shown, strict=False)]
+        return {
+            "seconds": round(fmean(seconds), 3),
+            "warned": sum(warned),
+            "models": len(warned),
+            "tested": {name: average(found) for name, found in tried.items()},
         }
-        best = max(scores, key=scores.__getitem__)
-        return self.test(skills, configs[best], masks)._replace(searched=best)
+
+    def seems_wrong(self, expert: State, shown: Sequence[Asked]) -> bool:
+        """Whether a model is no better than the base on the answers of its own examples."""
+        own, base = (
+            sum(asked.loss(self.answer(state, asked)).item() for asked in shown)
+            for state in (expert, self.base)
+        )
+        return own >= base
 
 
-def list_ways(count: int, unit: Unit) -> dict[str, dict[str, Any]]:
+CHOSEN: Final = "best", "lambda auto", "lambda by answers"
+
+
+def average(tried: Sequence[Tested]) -> Tested:
+    score, elsewhere, searched = zip(*tried, strict=True)
+    return Tested(round(fmean(score), 4), round(fmean(elsewhere), 4), round(fmean(searched), 4))
+
+
+def synchronize() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+@contextmanager
+def on_a_stream() -> Iterator[Any]:
+    """A GPU records what is done on a stream of its own."""
+    if DEVICE != "cuda":
+        yield None
+        return
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield stream
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def capture(
+    step: Callable[[], None], generator: torch.Generator, stream: Any
+) -> Callable[[], None]:
+    """A step that a GPU repeats as a whole: one by one, most of the time is Python's."""
+    graph = torch.cuda.CUDAGraph()
+    graph.register_generator_state(generator)
+    with torch.cuda.graph(graph, stream=stream):
+        step()
+    return graph.replay
+
+
+def list_ways(count: int, unit: Unit) -> dict[str, Way]:
     """All ways to merge so many models of a kind."""
-    every = WAYS | MATCHED | AUTO
-    return {
-        name: every[name] for name in unit.ways if count == 2 or every[name]["method"] not in PAIRS
-    }
+    every = {name: WAYS[name] for name in unit.ways}
+    if not unit.limits or count == 2:
+        return every
+    if count < unit.merged[-1]:
+        return every | ANOTHER
+    # The numbers of digits have no prompts.
+    limits = {n: way for n, way in LIMITS.items() if way.kind != PROMPTS or unit.family != "digits"}
+    return every | limits
 
 
 def measure(unit: Unit, training: int, settings: Settings) -> dict[str, Any]:
@@ -417,33 +469,25 @@ def measure(unit: Unit, training: int, settings: Settings) -> dict[str, Any]:
     skills = lab.skills
     seconds = {"training": time.perf_counter() - started}
     say(f"{unit}/{training} is trained, {seconds['training']:.0f} s")
-    alone = [lab.test([skill], quiet(drop_rate=0.0)) for skill in skills]
-    curves = {
-        arm: [
-            round(
-                fmean(lab.rate([skill], quiet(drop_rate=rate, **more), "test") for skill in skills),
-                4,
-            )
-            for rate in settings.rates
-        ]
-        for arm, more in ARMS.items()
-    }
+    alone = [lab.test(lab.experts[skill], [skill]) for skill in skills]
+    thinned = zip(lab.thin(skills, TENTHS, 0), skills, strict=True)
+    tenths = [lab.score(state, [skill], "test") for state, skill in thinned]
     merges: dict[str, Any] = {}
+    tried: dict[str, Any] = {}
     for count in unit.merged:
         chosen = [skills[(training + k) % len(skills)] for k in range(count)]
         found = {}
-        for name, given in list_ways(count, unit).items():
-            lab.prepare(chosen, given, settings.masks)
-            if name in AUTO:
-                found[name] = lab.test(chosen, lab.configure(1.0, given))
-            else:
-                found[name] = lab.search(chosen, given, settings.masks)
-                for scale in settings.starts:
-                    config = lab.configure(scale, given)
-                    found[f"{name}, lambda {scale:g}"] = lab.test(chosen, config, settings.masks)
+        cell = " + ".join(chosen)
+        tried[cell] = {}
+        for name, way in list_ways(count, unit).items():
+            made = lab.try_way(chosen, way, settings.masks)
+            for choice, tested in made.pop("tested").items():
+                if choice == "lambda 1":
+                    tested = tested._replace(searched=None)
+                found[name if choice == "best" else f"{name}, {choice}"] = tested
+            tried[cell][name] = made
             lab.progress.advance(MERGE_WORK * count, f"{count} skills are merged by {name}")
-        merges[" + ".join(chosen)] = found
-        lab.matched = {}
+        merges[cell] = found
     where = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
     seconds["all"] = time.perf_counter() - started
     return {
@@ -457,14 +501,18 @@ def measure(unit: Unit, training: int, settings: Settings) -> dict[str, Any]:
             "base": round(lab.measure_elsewhere(lab.base), 4),
             "fine-tunes": round(fmean(each.elsewhere for each in alone), 4),
         },
-        "curves": curves,
+        # Of fine-tunes by themselves, by how much is dropped.
+        "curves": {
+            "DARE": [round(fmean(each.score for each in alone), 4), round(fmean(tenths), 4)]
+        },
         "merges": merges,
+        "tried": tried,
     }
 
 
 def describe(unit: Unit, settings: Settings) -> list[Any]:
     """What a measurement depends on, as a results file has it; not how many there are."""
-    ways = [WAYS, ARMS]
+    ways = [WAYS, LIMITS, ANOTHER, LAMBDAS, JUDGES]
     data = [FIRST_SEED, TASK_SHARE, RIGHT_SHARE, REHEARSED, HELD_OUT, SMOOTHING, COPIES]
     digest = hashlib.sha256(json.dumps([*ways, *data]).encode()).hexdigest()
     found: list[Any] = json.loads(json.dumps([unit._replace(trainings=1), *settings[1:], digest]))
@@ -485,7 +533,7 @@ def run(settings: Settings, file: Path | None) -> dict[str, Any]:
         for name, record in known.items()
         if record["settings"] == describe(every[name][0], settings)
     }
-    results: dict[str, Any] = {"seconds": 0.0, "rates": settings.rates, "units": known}
+    results: dict[str, Any] = {"seconds": 0.0, "rates": [0.0, TENTHS], "units": known}
     started = time.perf_counter()
     before = stored["seconds"] if known else 0.0
     failures = []

@@ -1,7 +1,7 @@
 """The families of networks that quality.py trains, each with its data and its skills.
 
-Each has `skills`, `network`, and for a model its `loss` in training, whether it is `right`, and how
-well it does `elsewhere`, at what no skill is about.
+Each has `skills`, a `network`, for a model its `loss` in training, what is asked in a `test`,
+examples to `show`, and what `elsewhere` no skill is about.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -63,6 +63,39 @@ BLOCK: Final = 4096  # letters of text, of which every so many blocks are for no
 HELD_OUT_BLOCKS: Final = 16
 TEXT_ROWS: Final = 128  # of these: what a merge adds to the loss is then known to 3 in 100
 LN2: Final = math.log(2)
+# What examples show: a skill as it should be; the same in others, which judge and match nothing;
+# what the base knows; a skill without its answers.
+SKILL, HELD, BASE_TEXT, PROMPTS = "skill", "held out", "base text", "prompts"
+JUDGES: Final = 64  # examples of each skill that judge
+
+
+class Asked(NamedTuple):
+    """What a model is called with, and what it should say: by rows and places."""
+
+    inputs: Tensor
+    wanted: Tensor
+    counts: Tensor  # which places are answers
+
+    def right(self, logits: Tensor) -> Tensor:
+        """By row: whether all of its answer is the likeliest; a greedy answer is right, then."""
+        likeliest = logits.argmax(-1).view_as(self.wanted)
+        return ((likeliest == self.wanted) | ~self.counts).all(1)
+
+    def loss(self, logits: Tensor) -> Tensor:
+        """On the answers, in bits."""
+        rows = logits.view(*self.wanted.shape, -1)[self.counts]
+        return F.cross_entropy(rows.float(), self.wanted[self.counts]) / LN2
+
+
+def join(parts: Sequence[Asked]) -> Asked:
+    return Asked(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def choose_rows(count: int, rows: int, generator: Generator, kind: str) -> Tensor:
+    """In random order, none more often than needed, and others to judge than for all else."""
+    order = torch.randperm(rows, generator=generator)
+    own = order[:JUDGES] if kind == HELD else order[JUDGES:]
+    return own[torch.arange(count) % len(own)]
 
 
 def seeded(seed: int) -> Generator:
@@ -168,6 +201,12 @@ class Chars:
             part: [self.make_lines(skill, chosen) for skill in self.skills]
             for part, chosen in parts.items()
         }
+        # One row after the other, by skill: what a step of training draws from.
+        lines, answers = zip(*self.parts["train"], strict=True)
+        self.lines = torch.cat(lines, 1)
+        self.answers = torch.cat(answers)
+        self.counts = torch.tensor([each.shape[1] for each in lines])
+        self.firsts = self.counts.cumsum(0) - self.counts
 
     def choose_words(self, skill: str, words: Sequence[str]) -> Sequence[str]:
         """Those that a skill is about: all."""
@@ -189,13 +228,9 @@ class Chars:
 
     def draw(self, skills: Tensor, right: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
         """Lines of training words, one for each skill by its number; and where answers stand."""
-        parts = self.parts["train"]
-        counts = torch.tensor([lines.shape[1] for lines, _ in parts])
-        firsts = counts.cumsum(0) - counts
         drawn = torch.rand(len(skills), generator=generator)
-        number = firsts[skills] + (drawn * counts[skills]).long()
-        lines = torch.cat([lines for lines, _ in parts], 1)
-        return lines[right.long(), number], torch.cat([answers for _, answers in parts])[number]
+        number = self.firsts[skills] + (drawn * self.counts[skills]).long()
+        return self.lines[right.long(), number], self.answers[number]
 
     def loss(self, model: nn.Module, skill: str | None, batch: int, generator: Generator) -> Tensor:
         pick = partial(torch.randint, generator=generator)
@@ -216,21 +251,35 @@ class Chars:
         losses = F.cross_entropy(model(rows[:, :-1]).transpose(1, 2), rows[:, 1:], reduction="none")
         return (losses * weight).sum() / weight.sum()
 
-    def show(self, skill: str, count: int, generator: Generator) -> list[Tensor]:
-        """Lines of a skill, rightly answered: what a merge is matched with."""
-        skills = torch.full((count,), self.skills.index(skill))
-        rows, _ = self.draw(skills, torch.ones(count, dtype=torch.bool), generator)
-        return [rows[:, :-1]]
+    def show(self, skill: str, count: int, generator: Generator, kind: str) -> list[Asked]:
+        """Examples, as batches: lines of a skill, or as much of something else."""
+        if kind == BASE_TEXT:
+            rows = count * LINE // CONTEXT
+            starts = torch.randint(BLOCK - CONTEXT + 1, (rows, 1), generator=generator)
+            chosen = choose_rows(rows, len(self.text), generator, kind)[:, None]
+            text = self.text[chosen, starts + torch.arange(CONTEXT)]
+            return [ask_all(text)]
+        lines, answers = self.parts["train"][self.skills.index(skill)]
+        chosen = choose_rows(count, lines.shape[1], generator, kind)
+        shown = Asked(lines[1, chosen, :-1], lines[1, chosen, 1:], answers[chosen])
+        if kind != PROMPTS:
+            return [shown]
+        ends = shown.counts.int().argmax(
+            1
+        )  # of prompts, which are as long as others in their batch
+        batches = []
+        for end in ends.unique().tolist():
+            own = Asked(*(part[ends == end, : end + 1] for part in shown))
+            batches.append(own._replace(counts=~own.counts))
+        return batches
 
-    def right(self, model: Callable[[Tensor], Tensor], skill: str, part: str) -> Tensor:
-        """Whether each letter of an answer is the likeliest: then a greedy answer is right."""
+    def test(self, skill: str, part: str) -> Asked:
         lines, answers = self.parts[part][self.skills.index(skill)]
-        return ((model(lines[1, :, :-1]).argmax(2) == lines[1, :, 1:]) | ~answers).all(1)
+        return Asked(lines[1, :, :-1], lines[1, :, 1:], answers)
 
-    def elsewhere(self, model: Callable[[Tensor], Tensor]) -> Tensor:
-        """The loss on text that no training has seen, in bits a letter."""
-        rows = self.unseen
-        return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()) / LN2
+    def elsewhere(self) -> Asked:
+        """Text that no training has seen."""
+        return ask_all(self.unseen)
 
 
 class Contexts(Chars):
@@ -295,19 +344,31 @@ class Digits:
         found = model(DISTORTIONS[skill](images[chosen], torch.rand(batch, generator=generator)))
         return F.cross_entropy(found, labels[chosen], label_smoothing=SMOOTHING)
 
-    def show(self, skill: str, count: int, generator: Generator) -> list[Tensor]:
+    def show(self, skill: str, count: int, generator: Generator, kind: str) -> list[Asked]:
         images, labels = self.train
-        chosen = torch.randint(len(labels), (count,), generator=generator)
-        return [DISTORTIONS[skill](images[chosen], torch.rand(count, generator=generator))]
+        chosen = choose_rows(count, len(labels), generator, kind)
+        draws = torch.rand(count, generator=generator)
+        distorted = DISTORTIONS[None if kind == BASE_TEXT else skill](images[chosen], draws)
+        return [ask_digits(distorted, labels[chosen])]
 
-    def right(self, model: Callable[[Tensor], Tensor], skill: str, part: str) -> Tensor:
+    def test(self, skill: str, part: str) -> Asked:
         images, labels = self.parts[part]
-        return model(DISTORTIONS[skill](images, self.draws)).argmax(1) == labels
+        return ask_digits(DISTORTIONS[skill](images, self.draws), labels)
 
-    def elsewhere(self, model: Callable[[Tensor], Tensor]) -> Tensor:
-        """The loss on digits as they are, in bits an image."""
-        images, labels = self.parts["test"]
-        return F.cross_entropy(model(images), labels) / LN2
+    def elsewhere(self) -> Asked:
+        """Digits as they are."""
+        return ask_digits(*self.parts["test"])
+
+
+def ask_all(text: Tensor) -> Asked:
+    """For each letter of a text after the first."""
+    wanted = text[:, 1:]
+    return Asked(text[:, :-1], wanted, torch.ones_like(wanted, dtype=torch.bool))
+
+
+def ask_digits(images: Tensor, labels: Tensor) -> Asked:
+    wanted = labels[:, None]
+    return Asked(images, wanted, torch.ones_like(wanted, dtype=torch.bool))
 
 
 FAMILIES: Final = {"chars": Chars, "lora": Chars, "contexts": Contexts, "digits": Digits}

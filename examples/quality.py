@@ -35,6 +35,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
@@ -69,6 +70,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dare import DareConfig, dare_match, dare_merge, dare_sparsify
 from darelib.run.matching.judging import LAMBDAS
+from darelib.run.matching.network import fast_products
 
 State = dict[str, Tensor]
 Recipe = tuple[int, float, int]  # of a training run: steps, rate for a width of 64, batch
@@ -129,6 +131,7 @@ class Unit(NamedTuple):
     merged: tuple[int, ...] = (2, 3, 8)
     rank: int = 0  # of fine-tunes by LoRA; 0: in full
     limits: bool = False  # whether it is tried how few and how wrong examples may be
+    masks: int = 2  # with which a merge of tenths is tested
     ways: tuple[str, ...] = tuple(WAYS)
 
     def __str__(self) -> str:
@@ -147,36 +150,29 @@ class Tested(NamedTuple):
     searched: float | None = None  # the lambda, where it was chosen
 
 
-class Settings(NamedTuple):
-    """What is trained and how much is tried; by default as in the documents."""
-
-    units: tuple[Unit, ...] = (  # the longest first, so that none is waited for at the end
-        Unit("chars", 1536, 11, (400, 4e-3, 96), (400, 3e-4, 128), 1),
-        Unit("chars", 512, DEEP, (600, 4e-3, 96), (500, 3e-4, 128), 3, limits=True),
-        Unit("lora", 512, DEEP, (600, 4e-3, 96), (500, 6e-3, 128), 3, rank=16),
-        Unit("chars", 1024, 8, (500, 4e-3, 96), (500, 3e-4, 128), 3),
-        Unit("lora", 1024, 8, (500, 4e-3, 96), (500, 6e-3, 128), 3, rank=16),
-        Unit("contexts", 384, DEEP, (600, 4e-3, 96), (500, 3e-4, 128), 3, (2, 3)),
-        Unit("contexts", 1024, 8, (500, 4e-3, 96), (500, 3e-4, 128), 3, (2, 3)),
-        Unit("chars", 768, 2, (1000, 4e-3, 64), (800, 3e-4, 128), limits=True),
-        Unit("lora", 768, 2, (1000, 4e-3, 64), (800, 6e-3, 128), rank=16),
-        *(Unit("chars", width, 2, (1000, 4e-3, 64), (800, 3e-4, 128)) for width in (256, 64)),
-        Unit("lora", 256, 2, (1000, 4e-3, 64), (800, 6e-3, 128), rank=16),
-        *(
-            Unit("contexts", width, 2, (1000, 4e-3, 64), (800, 3e-4, 128), merged=(2, 3))
-            for width in (768, 256)
-        ),
-        Unit("digits", 2048, 2, (200, 1e-3, 64), (600, 1e-3, 64), limits=True),
-        *(Unit("digits", width, 2, (200, 1e-3, 64), (600, 1e-3, 64)) for width in (512, 64)),
-    )
-    masks: int = 2  # with which a merge of tenths is tested
-
-
-QUICK: Final = Settings(
-    # Wide enough for eight skills merged by whole matrices; enough trainings to compare ways.
-    units=(Unit("digits", 512, 2, (200, 1e-3, 64), (400, 1e-3, 64), merged=(2, 8)),),
-    masks=1,
+once = partial(Unit, masks=1)
+# What is trained; the longest first, so that none is waited for at the end.
+UNITS: Final = (
+    once("chars", 1536, 11, (400, 4e-3, 96), (400, 3e-4, 128), 1),
+    once("chars", 512, DEEP, (600, 4e-3, 96), (500, 3e-4, 128), 3, limits=True),
+    once("lora", 512, DEEP, (600, 4e-3, 96), (500, 6e-3, 128), 3, rank=16),
+    once("chars", 1024, 8, (500, 4e-3, 96), (500, 3e-4, 128), 3),
+    once("lora", 1024, 8, (500, 4e-3, 96), (500, 6e-3, 128), 3, rank=16),
+    once("contexts", 384, DEEP, (600, 4e-3, 96), (500, 3e-4, 128), 3, (2, 3)),
+    once("contexts", 1024, 8, (500, 4e-3, 96), (500, 3e-4, 128), 3, (2, 3)),
+    Unit("chars", 768, 2, (1000, 4e-3, 64), (800, 3e-4, 128), limits=True),
+    Unit("lora", 768, 2, (1000, 4e-3, 64), (800, 6e-3, 128), rank=16),
+    *(Unit("chars", width, 2, (1000, 4e-3, 64), (800, 3e-4, 128)) for width in (256, 64)),
+    Unit("lora", 256, 2, (1000, 4e-3, 64), (800, 6e-3, 128), rank=16),
+    *(
+        Unit("contexts", width, 2, (1000, 4e-3, 64), (800, 3e-4, 128), merged=(2, 3))
+        for width in (768, 256)
+    ),
+    Unit("digits", 2048, 2, (200, 1e-3, 64), (600, 1e-3, 64), limits=True),
+    *(Unit("digits", width, 2, (200, 1e-3, 64), (600, 1e-3, 64)) for width in (512, 64)),
 )
+# Wide enough for eight skills merged by whole matrices; enough trainings to compare ways.
+QUICK: Final = (once("digits", 512, 2, (200, 1e-3, 64), (400, 1e-3, 64), merged=(2, 8)),)
 # Trainings with seeds below were looked at when the recipes were chosen.
 FIRST_SEED: Final = 5000
 # Of the masks of a training: model i of a merge draws with seed + i, so that those which are ten
@@ -289,9 +285,9 @@ class Lab:
 
     @torch.no_grad()
     def answer(self, state: State, asked: Asked, exact: bool = False) -> Tensor:
-        """The logits of a model. exact: where two models are compared."""
+        """The logits of a model. exact: where two models are compared, as dare_match does it."""
         self.model.load_state_dict(state)
-        with lower_precision(not exact):
+        with fast_products(), lower_precision(not exact):
             logits: Tensor = self.model(asked.inputs)
             return logits
 
@@ -372,7 +368,7 @@ class Lab:
                 costs[name].append(cost)
         return {name: LAMBDAS[own.index(min(own))] for name, own in costs.items()}
 
-    def try_way(self, skills: Sequence[str], way: Way, masks: int) -> dict[str, Any]:
+    def try_way(self, skills: Sequence[str], way: Way) -> dict[str, Any]:
         """What a way gives by how lambda is chosen, as means over masks; the seconds that a merge
         takes; and for how many of the models examples seem to be wrong.
         """
@@ -380,7 +376,7 @@ class Lab:
         tried: dict[str, list[Tested]] = {}
         seconds = []
         warned = []
-        for mask in range(masks if way.dropped else 1):
+        for mask in range(self.unit.masks if way.dropped else 1):
             experts = self.thin(skills, way.dropped, mask)
             started = time.perf_counter()
             merged = self.merge(experts, shown, way)
@@ -458,7 +454,7 @@ def list_ways(count: int, unit: Unit) -> dict[str, Way]:
     return every | limits
 
 
-def measure(unit: Unit, training: int, settings: Settings) -> dict[str, Any]:
+def measure(unit: Unit, training: int) -> dict[str, Any]:
     """Train once, and measure."""
     # On one thread sums are taken in the same order every time; several trainings keep several
     # cores busy.
@@ -480,7 +476,7 @@ def measure(unit: Unit, training: int, settings: Settings) -> dict[str, Any]:
         cell = " + ".join(chosen)
         tried[cell] = {}
         for name, way in list_ways(count, unit).items():
-            made = lab.try_way(chosen, way, settings.masks)
+            made = lab.try_way(chosen, way)
             for choice, tested in made.pop("tested").items():
                 if choice == "lambda 1":
                     tested = tested._replace(searched=None)
@@ -491,7 +487,7 @@ def measure(unit: Unit, training: int, settings: Settings) -> dict[str, Any]:
     where = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
     seconds["all"] = time.perf_counter() - started
     return {
-        "settings": describe(unit, settings),
+        "settings": describe(unit),
         "machine": f"{where}, {os.cpu_count()} cores, {platform.machine()}, "
         f"Python {platform.python_version()}, torch {torch.__version__}",
         "parameters": sum(tensor.numel() for tensor in lab.base.values()),
@@ -510,20 +506,18 @@ def measure(unit: Unit, training: int, settings: Settings) -> dict[str, Any]:
     }
 
 
-def describe(unit: Unit, settings: Settings) -> list[Any]:
+def describe(unit: Unit) -> list[Any]:
     """What a measurement depends on, as a results file has it; not how many there are."""
     ways = [WAYS, LIMITS, ANOTHER, LAMBDAS, JUDGES]
     data = [FIRST_SEED, TASK_SHARE, RIGHT_SHARE, REHEARSED, HELD_OUT, SMOOTHING, COPIES]
     digest = hashlib.sha256(json.dumps([*ways, *data]).encode()).hexdigest()
-    found: list[Any] = json.loads(json.dumps([unit._replace(trainings=1), *settings[1:], digest]))
+    found: list[Any] = json.loads(json.dumps([unit._replace(trainings=1), digest]))
     return found
 
 
-def run(settings: Settings, file: Path | None) -> dict[str, Any]:
+def run(units: Sequence[Unit], file: Path | None) -> dict[str, Any]:
     """Measure what a results file lacks or has by other settings; write after each training."""
-    every = {
-        f"{unit}/{k}": (unit, k, settings) for unit in settings.units for k in range(unit.trainings)
-    }
+    every = {f"{unit}/{k}": (unit, k) for unit in units for k in range(unit.trainings)}
     stored = (
         json.loads(file.read_text(encoding="utf-8")) if file and file.exists() else {"units": {}}
     )
@@ -531,7 +525,7 @@ def run(settings: Settings, file: Path | None) -> dict[str, Any]:
     known = {
         name: record
         for name, record in known.items()
-        if record["settings"] == describe(every[name][0], settings)
+        if record["settings"] == describe(every[name][0])
     }
     results: dict[str, Any] = {"seconds": 0.0, "rates": [0.0, TENTHS], "units": known}
     started = time.perf_counter()
@@ -584,7 +578,7 @@ def main() -> None:
     if options.report:
         results = json.loads(options.report.read_text(encoding="utf-8"))
     else:
-        results = run(QUICK if options.quick else Settings(), options.out)
+        results = run(QUICK if options.quick else UNITS, options.out)
     print(report(results))
     if options.plot:
         draw(results, options.plot)

@@ -110,7 +110,8 @@ def bring(tensor: Tensor) -> Tensor:
     """The same in main memory, which a GPU fills ten times as fast where it is pinned."""
     if not tensor.is_cuda:
         return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    return empty.copy_(tensor)
 
 
 def find_size(device: torch.device) -> int:

@@ -31,35 +31,44 @@ FAMILIES: Final = {  # and what they are called above a picture
 }
 ORDER: Final = tuple(FAMILIES)
 EVERYWHERE: Final = ("all", 0)
-# What is shown by network, of what costs are shown, and of what the lambdas by network.
-KEY_WAYS: Final = (PLAIN, "ram", "wudi, lambda 1", "wudi", "wudi + DARE 0.5", "wudi + DARE 0.9")
-COST_WAYS: Final = (
-    *(REFERENCE, "ties", "ram", "model stock", "karcher", "wudi", "wudi ridge 0.1"),
-    *("task arithmetic + DARE 0.9", "wudi + DARE 0.5", "wudi + DARE 0.9"),
+MATCHED: Final = f"{REFERENCE}, matched with 512"
+TENTHS: Final = "tenths, matched with 512"
+BASED: Final = "matched with 512, and the base's text"
+# What is shown by network, with costs, and with lambdas that were chosen.
+KEY_WAYS: Final = (
+    *(PLAIN, REFERENCE, "wudi, lambda 1", "wudi"),
+    *(f"{REFERENCE}, matched with {count}, lambda 1" for count in (16, 64, 512)),
+    *(MATCHED, f"{TENTHS}, lambda 1"),
 )
-LAMBDA_WAYS: Final = (REFERENCE, "ram", "wudi", "wudi + DARE 0.5", "wudi + DARE 0.9")
-# Of what starts without a search are shown, and of what the cost by lambda.
+COST_WAYS: Final = (REFERENCE, "wudi", MATCHED, TENTHS, BASED)
+CHOSEN_WAYS: Final = (REFERENCE, "wudi", MATCHED, TENTHS)
+# Of what starts without a search are shown.
 START_WAYS: Final = (
     *(REFERENCE, "ties", "ram", "karcher", "wudi", "wudi ridge 0.1"),
     *("task arithmetic + DARE 0.5", "task arithmetic + DARE 0.9"),
     *("wudi + DARE 0.5", "wudi + DARE 0.9"),
-    *("task arithmetic, matched with 64", "task arithmetic, matched with 512"),
-    *("wudi, matched with 64", "wudi, matched with 512", "tenths, matched with 512"),
+    *(f"{start}, matched with {n}" for start in (REFERENCE, "wudi") for n in (16, 64, 512)),
+    *("tenths, matched with 64", TENTHS, BASED),
 )
-AUTO: Final = ", lambda auto"  # of ways whose lambda dare_match has chosen
-SCALED_WAYS: Final = (REFERENCE, "wudi")
-PACKED: Final = (" + DARE 0.5", " + DARE 0.9")
+BY: Final = ", lambda "  # between a way and how its lambda was found, where no search has labels
+CHOICES: Final = (f"{BY}1", f"{BY}auto", f"{BY}by answers", "")
+# By how many examples it is matched; and by which.
+COUNTS: Final = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+WRONG: Final = (
+    *("examples in the wrong order", "examples of other text"),
+    *("examples without answers", "examples of another skill"),
+)
 KEPT_GAIN: Final = 0.95  # of the expert's gain over the base: where less is kept, the cliff begins
 SIGNIFICANT: Final = 0.05
 # What is drawn: what it is called, its mark, its line and its colour, one of Okabe and Ito's.
 DRAWN: Final = {
+    f"{MATCHED}, lambda 1": ("matched with 512 examples, lambda 1", "D", "-", "#009E73"),
+    f"{TENTHS}, lambda 1": ("tenths, matched with 512, lambda 1", "P", "--", "#009E73"),
     "wudi": ("wudi, best lambda", "o", "-", "#D55E00"),
-    "wudi, lambda 1": ("wudi, lambda 1", "s", "--", "#E69F00"),
     REFERENCE: ("plain average, best lambda", "^", "-", "#0072B2"),
     PLAIN: ("plain average, lambda 1", "v", "--", "#56B4E9"),
-    "ties": ("ties, best lambda", "X", "-.", "#CC79A7"),
-    "model stock": ("model stock, best lambda", "*", ":", "#777777"),
 }
+DRAWN_PARAMETERS: Final = 200_000  # of a network at least
 SPACING: Final = 0.04  # between marks at one number of skills: some ways lie on one another
 
 
@@ -112,9 +121,9 @@ def list_merges(results: Results) -> list[Merge]:
 
 
 def list_names(merges: Iterable[Merge], searched: bool) -> list[str]:
-    """All ways to merge with a lambda that was searched for, or given."""
-    every = (item for merge in merges for item in merge.arms.items())
-    return [*dict.fromkeys(name for name, found in every if (found[2] is not None) == searched)]
+    """All ways to merge with a lambda that was searched for with labels, or not."""
+    every = (name for merge in merges for name in merge.arms)
+    return [*dict.fromkeys(name for name in every if (BY not in name) == searched)]
 
 
 def list_families(merges: Iterable[Merge]) -> list[str]:
@@ -242,7 +251,8 @@ def by_network(results: Results, names: Sequence[str], figure: Figure, show: Sho
 def title(unit: str, records: Sequence[Results]) -> str:
     number = records[0]["parameters"]
     size = f"{number / 1e6:.3g} M" if number >= 1e6 else f"{number / 1e3:.3g} k"
-    return f"{unit.partition('/')[0]}, {size}"
+    _, _, blocks = unit.partition("x")
+    return f"{unit.partition('/')[0]}, {size}{f', {blocks} blocks' if blocks else ''}"
 
 
 def name_columns(merges: Sequence[Merge]) -> list[str]:
@@ -264,20 +274,26 @@ def show_loss(values: Sequence[float]) -> str:
 
 
 def scores(results: Results) -> str:
-    """What is compared, in %: the base, the experts at their own skill, and the reference."""
-    heads = ["", "parameters", "trainings", "base", "fine-tunes, each at its skill", REFERENCE]
-    merged = by_network(results, [REFERENCE], score, show_mean)
-    rows = [heads]
-    for (name, cell), records in zip(merged, units_of(results).values(), strict=True):
+    """What is compared, in %: the base, the experts at their own skill, and what DARE leaves of
+    them at the highest rate that was tried.
+    """
+    rate = results["rates"][-1]
+    heads = ["", "parameters", "trainings", "base", "fine-tunes, each at its skill"]
+    rows = [[*heads, f"the same with {rate:.0%} dropped"]]
+    for unit, records in units_of(results).items():
         base = show_mean([100 * record["base"] for record in records])
-        alone = show_mean([100 * record["curves"]["DARE"][0] for record in records])
-        rows.append([name, f"{records[0]['parameters']:,}", str(len(records)), base, alone, cell])
+        alone = [
+            show_mean([100 * record["curves"]["DARE"][place] for record in records])
+            for place in (0, -1)
+        ]
+        size = f"{records[0]['parameters']:,}"
+        rows.append([title(unit, records), size, str(len(records)), base, *alone])
     return table(rows)
 
 
 def way_of(name: str) -> str:
     """The way to merge, of a start without a search."""
-    return name.partition(", lambda ")[0]
+    return name.partition(BY)[0]
 
 
 def ranking(results: Results, searched: bool) -> str:
@@ -293,12 +309,8 @@ def ranking(results: Results, searched: bool) -> str:
 
 
 def networks(results: Results) -> str:
-    """How the leads of a few ways change with size and skills, and in how many trainings."""
-
-    def show(leads: Sequence[float]) -> str:
-        return f"{show_points(leads)} ({sum(points > 0 for points in leads)}/{len(leads)})"
-
-    return table([["", *KEY_WAYS], *by_network(results, KEY_WAYS, lead, show)])
+    """How the scores of a few ways change with size and skills."""
+    return table([["", *KEY_WAYS], *by_network(results, KEY_WAYS, score, show_mean)])
 
 
 def elsewhere(results: Results) -> str:
@@ -312,21 +324,13 @@ def elsewhere(results: Results) -> str:
     for family in list_families(merges):
         losses = [merge.record["elsewhere"] for merge in merges if merge.family == family]
         own.append(show_loss([each["fine-tunes"] - each["base"] for each in losses]))
-    searched = [name for name in list_names(merges, True) if name in COST_WAYS]
-    starts = [name for name in list_names(merges, False) if way_of(name) in SCALED_WAYS]
-    names = searched + starts
+    names = [name + choice for name in COST_WAYS for choice in ("", f"{BY}1")]
     added = by_family(merges, names, subtract_base, show_loss)
     return table([["", *name_columns(merges)], own, *added])
 
 
-def packed(results: Results) -> str:
-    """What is left of wudi's score where DARE has left a half or a tenth of the fine-tunes."""
-    names = [f"wudi{drop}{start}" for start in (", lambda 1", "") for drop in ("", *PACKED)]
-    return table([["", *names], *by_network(results, names, score, show_mean)])
-
-
-def lambdas(results: Results) -> tuple[str, str]:
-    """Medians of what the searches have chosen: by way and family; of some by network."""
+def lambdas(results: Results) -> str:
+    """Medians of what was chosen."""
     merges = list_merges(results)
 
     def choose(merge: Merge, name: str) -> float:
@@ -335,21 +339,79 @@ def lambdas(results: Results) -> tuple[str, str]:
     def show(values: Sequence[float]) -> str:
         return f"{median(values):.3g}"
 
-    ways = by_family(merges, list_names(merges, True), choose, show)
-    few = by_network(results, LAMBDA_WAYS, choose, show)
-    return table([["", *name_columns(merges)], *ways]), table([["", *LAMBDA_WAYS], *few])
+    names = [name + choice for name in CHOSEN_WAYS for choice in CHOICES[1:]]
+    return table([["", *name_columns(merges)], *by_family(merges, names, choose, show)])
 
 
 def chosen(results: Results) -> str:
-    """Scores with a lambda of 1, with what dare_match chooses, and with the best. Nothing where no
-    lambda was left to it.
-    """
+    """Scores by how lambda was chosen."""
     merges = list_merges(results)
-    ways = [way_of(name) for name in list_names(merges, False) if name.endswith(AUTO)]
-    names = [way + which for way in ways for which in (", lambda 1", AUTO, "")]
-    if not names:
-        return ""
+    names = [name + choice for name in CHOSEN_WAYS for choice in CHOICES]
     return table([["", *name_columns(merges)], *by_family(merges, names, score, show_mean)])
+
+
+def limits(results: Results) -> str:
+    """Scores with fewer and more examples, all skills merged, lambda 1."""
+    ways = [f"{REFERENCE}, matched with {count}{BY}1" for count in COUNTS]
+    names = [PLAIN, *ways, "wudi, lambda 1"]
+    rows = [["", "plain average", *map(str, COUNTS), "wudi"]]
+    for unit, records in limited(results).items():
+        own = last_merges(unit, records)
+        cells = [show_mean([score(merge, name) for merge in own]) for name in names]
+        rows.append([title(unit, records), *cells])
+    return table(rows)
+
+
+def wrong(results: Results) -> str:
+    """Scores with examples that are not of the skill, lambda 1, and for how many of the models the
+    tool would warn: they are no better than the base on the answers of these examples.
+    """
+    rows = [["", *WRONG]]
+    for unit, records in limited(results).items():
+        cells = [title(unit, records)]
+        for name in WRONG:
+            tried = [
+                (100 * record["merges"][cell][f"{name}{BY}1"][0], made[name])
+                for record in records
+                for cell, made in record["tried"].items()
+                if name in made
+            ]
+            mean = show_mean([points for points, _ in tried]) if tried else "-"
+            warned = sum(made["warned"] for _, made in tried)
+            cells.append(f"{mean} ({warned} of {sum(made['models'] for _, made in tried)})")
+        rows.append(cells)
+    return table(rows)
+
+
+def limited(results: Results) -> dict[str, list[Results]]:
+    """What was merged with few examples, and with wrong ones."""
+    return {
+        unit: records
+        for unit, records in units_of(results).items()
+        if any(WRONG[0] in made for record in records for made in record["tried"].values())
+    }
+
+
+def last_merges(unit: str, records: Sequence[Results]) -> list[Merge]:
+    """Of as many skills as there are."""
+    merges = [
+        Merge(unit, record, len(skills.split(" + ")), arms)
+        for record in records
+        for skills, arms in record["merges"].items()
+    ]
+    most = max(merge.skills for merge in merges)
+    return [merge for merge in merges if merge.skills == most]
+
+
+def seconds(results: Results) -> str:
+    """How long a merge takes in memory, by network, with the most skills; the median."""
+    ways = [REFERENCE, "wudi", MATCHED, "wudi, matched with 512"]
+    rows = [["", *ways]]
+    for unit, records in units_of(results).items():
+        tried = [list(record["tried"].values())[-1] for record in records]
+        cells = [f"{median(made[way]['seconds'] for made in tried):.2f}" for way in ways]
+        rows.append([title(unit, records), *cells])
+    return table(rows)
 
 
 def cliff(rates: Sequence[float], found: Sequence[float], least: float) -> float:
@@ -382,31 +444,39 @@ def cliffs(results: Results) -> str:
 def report(results: Results) -> str:
     machines = {record["machine"] for record in results["units"].values()}
     sections = {
-        "Scores on test data in %, means over trainings and masks; the last by the number of "
-        "skills, with the best lambda of a search:": scores(results),
+        "Scores on test data in %, means over trainings:": scores(results),
         f"Points ahead of {REFERENCE} with nothing dropped, in the same training, each with the "
         "best lambda of a search. Bold: a t test over rounds tells it from chance, p <= "
         f"{SIGNIFICANT} when corrected for the number of tests (Holm), in the first column and in "
         "the others. A round is one training of each network:": ranking(results, True),
         "Without a search, points ahead of the same, for which lambda is searched; bold as before, "
         "corrected for all starts in the results:": ranking(results, False),
-        "Scores in % with a lambda of 1, with the one that dare_match chooses itself (auto: the "
-        "nearest to the fine-tunes on held-out examples, without labels), and with the best of a "
-        "search:": chosen(results),
-        "By network, points ahead of the same, and in how many trainings:": networks(results),
-        "What it costs elsewhere: bits a letter of other text, or an image as the base knows it, "
-        "more than the base takes:": elsewhere(results),
-        "Packed fine-tunes, of which DARE leaves a half or a tenth, scores in %:": packed(results),
-        "Lambdas that the searches have chosen, medians over trainings:": "\n\n".join(
-            lambdas(results)
-        ),
-        f"One model: the highest drop rate in % that keeps {KEPT_GAIN:.0%} of what fine-tuning "
-        "gained, ± standard deviation over trainings:": cliffs(results),
     }
+    if any("tried" in record for record in results["units"].values()):
+        sections |= {
+            "By network, scores in %, by the number of skills:": networks(results),
+            "Scores in % with a lambda of 1; with the one that is nearest to the fine-tunes on "
+            "held-out examples (auto); with the one that makes their answers likeliest; and with "
+            "the best of a search:": chosen(results),
+            "The lambdas, medians over trainings:": lambdas(results),
+            "How few examples, scores in % with a lambda of 1 and all skills merged:": limits(
+                results
+            ),
+            "How wrong, the same, and for how many models a warning comes:": wrong(results),
+            "What it costs elsewhere: bits a letter of other text, or an image as the base knows "
+            "it, more than the base takes:": elsewhere(results),
+            "Seconds for a merge of the most skills, in memory, beside other work:": seconds(
+                results
+            ),
+        }
+    else:
+        sections[
+            f"One model: the highest drop rate in % that keeps {KEPT_GAIN:.0%} of what fine-tuning "
+            "gained, ± standard deviation over trainings:"
+        ] = cliffs(results)
     blocks = [f"{'; '.join(sorted(machines))}; {results['seconds']:.0f} s in all"]
     for caption, shown in sections.items():
-        if shown:
-            blocks += [fill(caption, 100), shown]
+        blocks += [fill(caption, 100), shown]
     return "\n\n".join(blocks)
 
 
@@ -414,7 +484,8 @@ def draw(results: Results, path: Path) -> None:
     """How each way falls off with the number of skills, by family."""
     from matplotlib.figure import Figure
 
-    merges = list_merges(results)
+    every = list_merges(results)
+    merges = [m for m in every if m.record["parameters"] >= DRAWN_PARAMETERS] or every
     families = list_families(merges)
     figure = Figure(figsize=(10, 4.2), dpi=100, layout="constrained")
     panels = figure.subplots(1, len(families), squeeze=False, sharey=True)[0]

@@ -242,7 +242,7 @@ def test_the_merge_is_made_once_and_calls_grow_with_lambdas_alone(
     monkeypatch.setattr(Inputs, "make", count_made)
     found = []
     for lambdas in (LAMBDAS[:2], LAMBDAS[:6]):
-        for room in ("judging", "matched_files", "trials"):
+        for room in ("judging", "models"):
             monkeypatch.setattr(f"darelib.run.matching.{room}.LAMBDAS", lambdas)
         calls.clear()
         made.clear()

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from darelib.config.values import FULL
 from darelib.core.drops import Thinning
 from darelib.core.interrupts import Interrupts
-from darelib.core.text import LOG, ConfigError, DareError, count_of, progress
+from darelib.core.text import ConfigError
 from darelib.kernels.matrix_engine import MatrixEngine
 from darelib.methods import DEFAULT
 from darelib.methods.looks import TensorSettings
@@ -33,21 +32,12 @@ from darelib.output.matched import (
 )
 from darelib.output.prepare import FilePlan, is_share, plan_output, record_matched
 from darelib.output.publish import Output, explain_write_errors
-from darelib.plan.plan import Job, MergePlan
+from darelib.plan.plan import Job
 from darelib.plan.tensorplan import TensorPlan, choose_kernel
-from darelib.run.matching.judging import LAMBDAS, list_lambdas
-from darelib.run.matching.language import Tokens
-from darelib.run.matching.model_files import ModelFiles, Spool
-from darelib.run.matching.network import BASE
-from darelib.run.matching.walk import (
-    RIDGE,
-    Matched,
-    Participant,
-    Stream,
-    Walk,
-    explain_unmatched,
-    summarize,
-)
+from darelib.run.matching.judging import LAMBDAS, Streams
+from darelib.run.matching.model_files import ModelFiles, Spool, check_tokens
+from darelib.run.matching.models import Names
+from darelib.run.matching.walk import Matched, Participant, enlist, summarize
 from darelib.run.products import open_worker
 from darelib.run.rounds import run_rounds
 from darelib.run.threads import Made, Order, publish, run_merge
@@ -57,8 +47,6 @@ from darelib.run.worker import Outcome
 # What a matrix takes besides its sums, in forwards; what torch and transformers take, as measured.
 FORWARDS: Final = 7
 LIBRARY_BYTES: Final = 700_000_000
-FEW: Final = 16  # examples, below which a merge is hardly better matched
-JUDGED: Final = 2  # batches of each model's examples on which the base is judged, too
 
 
 class SolvedModel(Checkpoint):
@@ -96,148 +84,19 @@ def place_solved(tensor: TensorPlan, solved: SolvedModel, number: int) -> Tensor
     )
 
 
-class Matching:
-    """The matrices of models in files, matched with examples."""
-
-    def __init__(self, models: ModelFiles, examples: Mapping[int, Sequence[Tokens]]) -> None:
-        """examples: by whose they are, without those that are held out."""
-        self.models = models
-        self.config = models.config
-        self.interrupts = models.interrupts
-        self.network = models.network
-        self.examples = examples
-        self.participants: list[Participant] = []
-        self.watchers: list[Participant] = []  # the base, to be judged on some of each
-        for who, tokens in examples.items():
-            streams = models.make_streams(tokens)
-            if not models.predicts:
-                streams = [Stream(stream.batch, stream.tokens) for stream in streams]
-            self.participants.append(Participant(who, streams))
-            if who != BASE:
-                chosen = [streams[k] for k in choose_judged(streams)]
-                some = [Stream(each.batch, each.tokens, each.answers) for each in chosen]
-                self.watchers.append(Participant(BASE, some, watches=True))
-            if len(tokens) < FEW and self.config.matches:
-                LOG.warning(
-                    f"{models.name_examples(who)} has {count_of(len(tokens), 'example')}: with "
-                    f"fewer than {FEW}, a merge is matched to little more than these"
-                )
-
-    def explain_left(self, parameter: str) -> str:
-        """Why a matrix is not to be matched, or ""."""
-        row = self.models.rows.get(self.models.names.find_tensor(parameter))
-        return explain_unmatched(row, parameter in self.models.tied, self.config)
-
-    def list_candidates(self) -> list[TensorPlan]:
-        """All that may be matched."""
-        names = [name for segment in self.network.segments for name in segment.matrices]
-        free = [name for name in dict.fromkeys(names) if not self.explain_left(name)]
-        return [self.models.rows[self.models.names.find_tensor(name)] for name in free]
-
-    def estimate(self, held: Mapping[int, Sequence[Tokens]]) -> PlannedMatch:
-        """What it takes, by the time of a product: forwards, sums and solutions.
-
-        held: examples by which lambda is chosen.
-        """
-        free = {row.name for row in self.list_candidates()}
-        tokens = sum(map(count_tokens, self.participants)) if free else 0
-        judged = sum(len(each.ids) for own in held.values() for each in own)
-        judged = judged if self.config.is_auto else 0
-        operations = 0
-        largest = 0
-        widest = 0
-        width = 0  # of the hidden states
-        for segment in self.network.segments:
-            names = list(filter(None, map(self.models.names.find_tensor, segment.matrices)))
-            shapes = {name: self.models.rows[name].base.shape for name in names}
-            whole = sum(map(math.prod, shapes.values()))
-            operations += 2 * whole * judged * (len(LAMBDAS) + 1)
-            sizes = [shape for name, shape in shapes.items() if name in free]
-            width = width or min(map(min, shapes.values()), default=0)
-            entries = sum(rows * columns for rows, columns in sizes)
-            largest = max(largest, entries)
-            operations += FORWARDS * 2 * entries * tokens
-            for side in {columns for _, columns in sizes}:
-                operations += 2 * side**2 * tokens + side**3 // 3
-                widest = max(widest, side)
-        # The fine-tunes' and the merge's; then the fine-tunes' and one for each lambda.
-        hidden = max(2 * tokens, (len(LAMBDAS) + 1) * judged) * width
-        blocks = (len(self.participants) + 4) * largest
-        rate = MatrixEngine(self.config.engine).measure_rate(self.models.plan.threads)
-        return PlannedMatch(
-            matrices=len(free),
-            examples=sum(map(len, self.examples.values())),
-            tokens=tokens,
-            judged=judged,
-            memory=LIBRARY_BYTES + 4 * (blocks + 2 * widest**2 + hidden),
-            seconds=operations / rate,
-        )
-
-    def run(self) -> Iterator[Matched]:
-        """Match, with the module opened. Of each segment, what is solved is gone at the next."""
-        if not self.list_candidates():
-            raise DareError("no matrix of the model can be matched", "merge without examples")
-        walk = Walk(
-            self.network,
-            self.models.load,
-            [*self.participants, *self.watchers],
-            ridge=self.config.match_ridge or RIDGE,
-            excluded=self.explain_left,
-            check=self.interrupts.check,
-        )
-        steps = len(self.network.segments)
-        with progress("matching", steps, self.config.verbose) as advance:
-            for result in walk.run():
-                yield result
-                result.solved = dict.fromkeys(result.solved, torch.empty(0))
-                advance(1)
-
-    def spool(self, spool: Spool) -> list[Matched]:
-        """Match, and put what is solved into a file."""
-        results = []
-        for result in self.run():
-            for name, each in result.solved.items():
-                spool.put(self.models.names.find_tensor(name), each)
-            results.append(result)
-        return results
-
-    def restore(self, results: Iterable[Matched], spool: Spool) -> Iterator[Matched]:
-        """The results with what was solved, one after the other."""
-        find = self.models.names.find_tensor
-        for result in results:
-            yield replace(result, solved={name: spool.get(find(name)) for name in result.solved})
-
-    def report(self, results: Sequence[Matched], plan: MergePlan) -> MatchReport:
-        return replace(
-            summarize(results),
-            examples=tuple(map(len, self.examples.values())),
-            tokens=tuple(count_tokens(each) for each in self.participants),
-            losses=tuple(self._find_losses(plan)),
-        )
-
-    def _find_losses(self, plan: MergePlan) -> Iterator[AnswerLoss]:
-        factors = {row.settings.lambda_coeff for row in plan.tensors if row.finetuned}
-        is_walked = factors == {1.0} and self.config.adapter_rank is None  # what is written
-        for participant, watcher in zip(self.participants, self.watchers, strict=False):
-            chosen = choose_judged(participant.streams)
-            base = watcher.mean_loss("own", range(len(chosen)))
-            own = participant.mean_loss("own", chosen)
-            merged = participant.mean_loss("merged", chosen)
-            if base is not None and own is not None:
-                name = plan.models[participant.who]
-                yield AnswerLoss(name, base, own, merged if is_walked else None)
-
-
 class MatchedOutput:
     """A matched merge, on its way into files."""
 
-    def __init__(self, order: Order, matching: Matching) -> None:
+    def __init__(
+        self, order: Order, models: ModelFiles, participants: Sequence[Participant]
+    ) -> None:
         self.order = order
-        self.matching = matching
+        self.models = models
+        self.participants = participants
         self.digests: dict[str, str] = {}
 
     def write(self, results: Iterable[Matched]) -> Made:
-        outputs = [name for row in self.matching.list_candidates() for name in row.outputs]
+        outputs = [name for row in self.models.list_candidates() for name in row.outputs]
         self.digests = dict.fromkeys(sorted(outputs), UNMATCHED)
         plan = record_matched(self.order.plan, self.order.inputs, self.digests)
         self.order = replace(self.order, plan=plan)
@@ -246,7 +105,7 @@ class MatchedOutput:
     def _make(self, results: Iterable[Matched], output: Output) -> Made:
         plan = self.order.plan
         inputs = self.order.inputs
-        find = self.matching.models.names.find_tensor
+        find = self.models.names.find_tensor
         outcomes: list[Outcome] = []
         done: set[str] = set()
         kept = []
@@ -262,7 +121,7 @@ class MatchedOutput:
         plan = record_matched(plan, inputs, self.digests)
         for number, file in enumerate(plan.files):
             output.write_at(number, memoryview(file.header), 0)
-        report = self.matching.report(kept, plan)
+        report = self._report(kept)
         warnings = (*plan.warnings, *find_useless(report.losses))
         return replace(plan, matching=report, warnings=warnings), outcomes
 
@@ -283,7 +142,7 @@ class MatchedOutput:
         worker = open_worker(part, [*self.order.inputs, solved], self.order.interrupts)
         run_rounds(part.rounds(), worker, output.write_at, note, self.order.interrupts)
         for name in found:
-            for start, tallies in self.matching.models.weights.found[name].items():
+            for start, tallies in self.models.weights.found[name].items():
                 outcomes.append(Outcome(name, start, 0, tallies))
         for row in placed:
             for name, info in row.outputs.items():
@@ -291,10 +150,27 @@ class MatchedOutput:
                 self.digests[name] = digest_range(output.paths[info.file], place, info.nbytes)
         return outcomes
 
+    def _report(self, results: Sequence[Matched]) -> MatchReport:
+        own = [each for each in self.participants if not each.watches]
+        return replace(
+            summarize(results),
+            examples=tuple(each.count for each in own),
+            tokens=tuple(each.tokens for each in own),
+            losses=tuple(self._find_losses(own)),
+        )
 
-def choose_judged(streams: Sequence[Stream]) -> range:
-    """The batches on which the base is judged, too: long examples and short ones."""
-    return range(0, len(streams), -(-len(streams) // JUDGED))
+    def _find_losses(self, participants: Sequence[Participant]) -> Iterator[AnswerLoss]:
+        plan = self.order.plan
+        factors = {row.settings.lambda_coeff for row in plan.tensors if row.finetuned}
+        is_walked = factors == {1.0} and plan.config.adapter_rank is None  # what is written
+        watchers = [each for each in self.participants if each.watches]
+        for participant, watcher in zip(participants, watchers, strict=False):
+            base = watcher.mean_loss("own")
+            own = participant.mean_loss("own")
+            merged = participant.mean_loss("merged")
+            if base is not None and own is not None:
+                name = plan.models[participant.who]
+                yield AnswerLoss(name, base, own, merged if is_walked else None)
 
 
 def find_useless(losses: Sequence[AnswerLoss]) -> Iterator[str]:
@@ -305,19 +181,6 @@ def find_useless(losses: Sequence[AnswerLoss]) -> Iterator[str]:
                 "matching teaches the merge nothing of it: are the files in another order than "
                 "the models, or of another task?"
             )
-
-
-def count_tokens(participant: Participant) -> int:
-    masks = [stream.tokens for stream in participant.streams]
-    return sum(int(mask.sum()) for mask in masks if mask is not None)
-
-
-def check_tokens(inputs: Sequence[Checkpoint]) -> None:
-    if inputs[0].heights[1]:
-        raise ConfigError(
-            "examples are read by the models' own tokenizers, and the output has other token ids",
-            "leave --tokenizer and --pad-vocabulary out",
-        )
 
 
 def check_order(order: Order) -> None:
@@ -342,10 +205,42 @@ def check_order(order: Order) -> None:
 
 
 def estimate(plan: FilePlan, inputs: Sequence[Checkpoint]) -> PlannedMatch:
-    with Interrupts() as interrupts:
-        models = ModelFiles(plan, inputs, interrupts)
-        used, held = divide_examples(models)
-        return Matching(models, used).estimate(held)
+    """What it takes, by the time of a product: forwards, sums and solutions."""
+    models = ModelFiles(plan, inputs, Interrupts())
+    used, held = divide_examples(models)
+    free = {row.name for row in models.list_candidates()}
+    participants = [Participant(who, streams) for who, streams in used.items()]
+    tokens = sum(each.tokens for each in participants) if free else 0
+    is_auto = models.config.is_auto
+    judged = sum(Participant(who, own).tokens for who, own in held.items()) if is_auto else 0
+    operations = 0
+    largest = 0
+    widest = 0
+    width = 0  # of the hidden states
+    for segment in models.network.segments:
+        names = list(filter(None, map(models.names.find_tensor, segment.matrices)))
+        shapes = {name: models.rows[name].base.shape for name in names}
+        operations += 2 * sum(map(math.prod, shapes.values())) * judged * (len(LAMBDAS) + 1)
+        sizes = [shape for name, shape in shapes.items() if name in free]
+        width = width or min(map(min, shapes.values()), default=0)
+        entries = sum(map(math.prod, sizes))
+        largest = max(largest, entries)
+        operations += FORWARDS * 2 * entries * tokens
+        for side in {columns for _, columns in sizes}:
+            operations += 2 * side**2 * tokens + side**3 // 3
+            widest = max(widest, side)
+    # The fine-tunes' and the merge's; then the fine-tunes' and one for each lambda.
+    hidden = max(2 * tokens, (len(LAMBDAS) + 1) * judged) * width
+    blocks = (len(participants) + 4) * largest
+    rate = MatrixEngine(models.config.engine).measure_rate(plan.threads)
+    return PlannedMatch(
+        matrices=len(free),
+        examples=sum(each.count for each in participants),
+        tokens=tokens,
+        judged=judged,
+        memory=LIBRARY_BYTES + 4 * (blocks + 2 * widest**2 + hidden),
+        seconds=operations / rate,
+    )
 
 
 def run(order: Order) -> Made:
@@ -354,43 +249,35 @@ def run(order: Order) -> Made:
     models = ModelFiles(order.plan, order.inputs, order.interrupts)
     used, held = divide_examples(models)
     if not models.config.matches:
-        with models.opened(held):
-            choice = choose_lambda(models, held)
+        with models.opened():
+            choice = models.choose_lambda(held)
         made, outcomes = run_plain(settle_lambda(order, choice))
         return note_choice(made, choice), outcomes
-    matching = Matching(models, used)
-    with models.opened(used):
+    participants = enlist(used)
+    with models.opened():
         if not models.config.is_auto:
-            return MatchedOutput(order, matching).write(matching.run())
+            output = MatchedOutput(order, models, participants)
+            return output.write(models.match(participants))
         folder = next(filter(Path.exists, order.plan.output.path.parents))
         with explain_write_errors(order.plan.output, False), closing(Spool(folder)) as spool:
-            results = matching.spool(spool)
-            choice = choose_lambda(models, held, spool)
-            settled = settle_lambda(order, choice)
-            made, outcomes = MatchedOutput(settled, matching).write(
-                matching.restore(results, spool)
-            )
+            results = models.match_into(spool, participants)
+            choice = models.choose_lambda(held, spool)
+            output = MatchedOutput(settle_lambda(order, choice), models, participants)
+            made, outcomes = output.write(restore(results, models.names, spool))
             return note_choice(made, choice), outcomes
 
 
-def choose_lambda(
-    models: ModelFiles, held: Mapping[int, Sequence[Tokens]], solved: Spool | None = None
-) -> LambdaChoice:
-    """The lambda with which the merge is best on examples. solved: matrices that were matched."""
-    skills = {who: tokens for who, tokens in held.items() if who != BASE}
-    with models.judging(skills, len(LAMBDAS)) as (judge, files):
-        scores = judge.score(models.scale(list_lambdas(models.config), solved))
-        return LambdaChoice.of(LAMBDAS, scores, files)
+def restore(results: Iterable[Matched], names: Names, spool: Spool) -> Iterator[Matched]:
+    """The results with what was solved, one after the other."""
+    for result in results:
+        yield replace(result, solved={n: spool[names.find_tensor(n)] for n in result.solved})
 
 
-def divide_examples(
-    models: ModelFiles,
-) -> tuple[dict[int, list[Tokens]], dict[int, list[Tokens]]]:
+def divide_examples(models: ModelFiles) -> tuple[Streams, Streams]:
     """Examples that match, and examples that choose lambda."""
     if models.config.is_auto:
         models.check_predicts()
-    is_divided = models.config.is_auto or models.config.held_out
-    return models.hold_out() if is_divided else (models.read_examples(), {})
+    return models.divide(bool(models.config.is_auto or models.config.held_out))
 
 
 def settle_lambda(order: Order, choice: LambdaChoice) -> Order:

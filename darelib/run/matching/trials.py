@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,22 +15,17 @@ from darelib.core.text import LOG, shorten_names
 from darelib.models.checkpoint import Checkpoint
 from darelib.output.judged import (
     Costs,
-    JudgedFile,
     Judgement,
-    LambdaChoice,
-    explain_best,
     find_cost,
     find_disorder,
     find_doubts,
     list_costs,
 )
 from darelib.plan.plan import MergePlan, plan_merge
-from darelib.run.matching.judging import LAMBDAS, Judge, list_lambdas
-from darelib.run.matching.language import Tokens
-from darelib.run.matching.matched_files import Matching, check_tokens
-from darelib.run.matching.model_files import ModelFiles, Spool
+from darelib.run.matching.judging import Judge, Streams, list_lambdas
+from darelib.run.matching.model_files import ModelFiles, Spool, check_tokens
 from darelib.run.matching.network import BASE
-from darelib.run.matching.walk import start_from
+from darelib.run.matching.walk import enlist, start_from
 
 SPOOLED: Final = 8 << 30  # bytes of merges that a search keeps, to try them with other lambdas
 
@@ -45,36 +40,24 @@ def judge(
     check_tokens(inputs)
     models = ModelFiles(plan, inputs, interrupts, others)
     models.check_predicts()
-    for warning in models.list_warnings(others):
+    for warning in dict.fromkeys([*plan.warnings, *models.weights.warnings]):
         LOG.warning(warning)
-    is_divided = not others and (plan.config.needs_examples or plan.config.held_out)
-    used, held = models.hold_out() if is_divided else ({}, models.read_examples())
-    names = ["base", *shorten_names([model.name for model in others])]
-    own = [BASE, *range(len(inputs) - 1 + len(others))]
-    configs = [] if others else list_lambdas(plan.config)
-    with models.opened(held), closing(Spool()) as spool:
-        if configs and plan.config.matches:
-            Matching(models, used).spool(spool)
-        with models.judging(held, len(own) + len(configs)) as (judging, files):
-            scores = [judging.score_one(who) for who in own]
-            tried = judging.score(models.scale(configs, spool)) if configs else []
-    skills = sum(who != BASE for who in held)  # the base's own examples come last
-    costs = [list_costs(row[:skills], files[:skills]) for row in scores]
-    owners = [costs[1 + k][k] for k in range(skills)]
-    remarks = [
-        *find_doubts(files),
-        *find_disorder(files[:skills], costs[0], owners),
-        *(explain_best(names, [costs[0], *costs[len(inputs) :]]) if others else ()),
-    ]
-    choice = None
-    if plan.config.is_auto and configs:
-        choice = LambdaChoice.of(LAMBDAS, [row[:skills] for row in tried], files[:skills])
-        tried = [tried[LAMBDAS.index(choice.chosen)]]
-        remarks = list(dict.fromkeys([*remarks, *choice.warnings]))
-    if configs and plan.config.adapter_rank is not None:
+    config = plan.config
+    is_divided = not others and (config.needs_examples or config.held_out)
+    used, held = models.divide(bool(is_divided))
+    names = shorten_names([model.name for model in others])
+    merges = [] if others else list_lambdas(config)
+    with models.opened(), closing(Spool()) as spool:
+        if merges and config.matches:
+            models.match_into(spool, enlist(used))
+        found = models.compare(held, names, merges, spool)
+    remarks = [*find_doubts(found.files), *found.remarks]
+    if found.choice:
+        remarks += found.choice.warnings
+    if merges and config.adapter_rank is not None:
         remarks.append("the merge is judged in full, not as an adapter of some rank: judge that "
                        "by --model once it is written")  # fmt: skip
-    return Judgement(tuple(files), (*scores, *tried), choice, tuple(remarks))
+    return replace(found, remarks=tuple(dict.fromkeys(remarks)))
 
 
 class Trials:
@@ -83,15 +66,15 @@ class Trials:
     def __init__(
         self,
         models: ModelFiles,
-        used: Mapping[int, Sequence[Tokens]],
+        used: Streams,
         judge: Judge,
-        files: Sequence[JudgedFile],
         folder: Path,
     ) -> None:
         self.models = models
         self.used = used
         self.judge = judge
-        self.files = files
+        self.owners = judge.score_owners()
+        self.files = judge.describe(self.owners)
         self.folder = folder
         # What merges are with lambda 1, by all else that they depend on; the latest last.
         self._spools: dict[str, Spool] = {}
@@ -100,7 +83,7 @@ class Trials:
         """By file. None: of the base."""
         if config is None:
             base = list_costs(self.judge.score_one(BASE), self.files)
-            owners = list_costs(self.judge.score_owners(), self.files)
+            owners = list_costs(self.owners, self.files)
             for remark in find_disorder(self.files, base, owners):
                 LOG.warning(remark)
             return base
@@ -121,7 +104,7 @@ class Trials:
             self._spools[key] = spool  # to be closed, whatever happens
             if models.config.matches:
                 try:
-                    Matching(models, self.used).spool(spool)
+                    models.match_into(spool, enlist(self.used))
                 except BaseException:
                     self._spools.pop(key).close()
                     raise
@@ -148,12 +131,13 @@ def open_trials(
     plan = plan_merge(replace(config, lambda_coeff=1.0), inputs)
     models = ModelFiles(plan, inputs, interrupts)
     models.check_predicts()
-    used, held = models.hold_out() if config.held_out else ({}, models.read_examples())
-    skills = {who: tokens for who, tokens in held.items() if who != BASE}
+    used, held = models.divide(bool(config.held_out))
+    skills = {who: streams for who, streams in held.items() if who != BASE}
     Spool(folder).close()  # whether there can be one, before anything is judged
     with ExitStack() as opened:
-        opened.enter_context(models.opened(skills))
-        judge, files = opened.enter_context(models.judging(skills, 1))
-        for doubt in find_doubts(files):
+        opened.enter_context(models.opened())
+        judge = opened.enter_context(models.judging(skills, 1))
+        trials = opened.enter_context(closing(Trials(models, used, judge, folder)))
+        for doubt in find_doubts(trials.files):
             LOG.warning(doubt)
-        yield opened.enter_context(closing(Trials(models, used, judge, files, folder)))
+        yield trials

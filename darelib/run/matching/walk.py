@@ -16,8 +16,8 @@ left on the way.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -60,6 +60,7 @@ ROWS: Final = 4096  # of a matrix at a time: heads are large
 SMALLEST: Final = 1e-30  # of what comes in
 NUDGE: Final = 1e-2  # by which it is tried whether a block adds what its last matrix gives
 ADDED: Final = 1e-3  # how exactly
+JUDGED: Final = 2  # batches of each model's examples on which losses are measured
 
 
 def start_from(config: DareConfig) -> DareConfig:
@@ -137,9 +138,17 @@ class Participant:
     who: int
     streams: list[Stream]
     watches: bool = False  # whether it only goes along, and nothing is matched with it
-    losses: dict[str, list[tuple[float, int]]] = field(
-        default_factory=dict
-    )  # sums in bits, and of how many
+    # By whose output: sums of the loss on answers, in bits, and of how many.
+    losses: dict[str, list[tuple[float, int]]] = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def count(self) -> int:
+        """How many examples it has, where these are tokens."""
+        return sum(len(each.tokens) for each in self.streams if each.tokens is not None)
+
+    @property
+    def tokens(self) -> int:
+        return sum(int(each.tokens.sum()) for each in self.streams if each.tokens is not None)
 
     def judge(self, whose: str, output: Any, stream: Stream) -> None:
         """Note the loss on the answers."""
@@ -149,14 +158,31 @@ class Participant:
         ids = stream.batch["input_ids"][:, 1:].to(output.logits.device)[chosen]
         logits = output.logits[:, :-1][chosen].float()
         loss = nn.functional.cross_entropy(logits, ids, reduction="sum")
-        self.losses.setdefault(whose, []).append((float(loss) / math.log(2), len(ids)))
+        self.losses[whose].append((float(loss) / math.log(2), len(ids)))
 
-    def mean_loss(self, whose: str, batches: Iterable[int]) -> float | None:
-        """Of some batches. None: nothing was judged."""
-        known = self.losses.get(whose)
-        sums = [known[k] for k in batches] if known else []
-        count = sum(each for _, each in sums)
-        return sum(loss for loss, _ in sums) / count if count else None
+    def mean_loss(self, whose: str) -> float | None:
+        """None: nothing was judged."""
+        count = sum(each for _, each in self.losses[whose])
+        return sum(loss for loss, _ in self.losses[whose]) / count if count else None
+
+
+def enlist(used: Mapping[int, Sequence[Stream]]) -> list[Participant]:
+    """All whose examples match; then the base, once beside each of the others: both are judged on
+    some batches, of long examples and of short ones.
+    """
+    participants = []
+    watchers = []
+    for who, streams in used.items():
+        step = -(-len(streams) // JUDGED)
+        own = [
+            replace(stream, answers=None if k % step else stream.answers)
+            for k, stream in enumerate(streams)
+        ]
+        judged = [replace(stream) for stream in own if stream.answers is not None]
+        participants.append(Participant(who, own))
+        if judged and who != BASE:
+            watchers.append(Participant(BASE, judged, watches=True))
+    return [*participants, *watchers]
 
 
 @dataclass

@@ -315,7 +315,7 @@ class Mixed(Tower):
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [(Guided, "more of its weights than hidden states"), (Mixed, "more than its last block")],
+    [(Guided, "more than hidden states of the one before"), (Mixed, "more than its last block")],
 )
 def test_a_module_that_cannot_be_walked_by_blocks_is_matched_as_a_whole(
     kind: type[Tower], reason: str, caplog: pytest.LogCaptureFixture

@@ -239,11 +239,6 @@ class ModelFiles(Models):
     def choose_way(self, batch: Mapping[str, Tensor]) -> None:
         try:
             super().choose_way(batch)
-        except IndexError:
-            raise DareError(
-                "an example has more tokens, or others, than the model can be called with",
-                "give a smaller --max-tokens, or examples by the model's own tokenizer",
-            ) from None
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise DareError(
                 f"{self.inputs[0].name!r} cannot be called with tokens alone: {error}",

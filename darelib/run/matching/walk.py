@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -101,19 +101,16 @@ def find_tied(module: nn.Module) -> set[str]:
 
 @contextmanager
 def explain_memory() -> Iterator[None]:
-    hint = "give a smaller --max-tokens or --max-examples, or a machine with more"
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise DareError(
-            "the GPU has too little memory to match the model",
-            f"{hint}; CUDA_VISIBLE_DEVICES= uses the CPU",
-        ) from None
-    except MemoryError:
-        raise DareError("there is too little memory to match the model", hint) from None
-    except RuntimeError as error:
-        if "allocate memory" in str(error):
-            raise DareError("there is too little memory to match the model", hint) from None
+    except (MemoryError, RuntimeError, IndexError) as error:
+        is_gpu = isinstance(error, torch.OutOfMemoryError)
+        if is_gpu or isinstance(error, MemoryError) or "allocate memory" in str(error):
+            raise DareError(
+                f"{'the GPU has' if is_gpu else 'there is'} too little memory to match the model",
+                "give a smaller --max-tokens or --max-examples, or a machine with more"
+                + ("; CUDA_VISIBLE_DEVICES= uses the CPU" if is_gpu else ""),
+            ) from None
         reason = " ".join(str(error).split())
         raise DareError(
             f"torch cannot call the model: {reason}",
@@ -223,20 +220,14 @@ def summarize(results: Sequence[Matched]) -> MatchReport:
     )
 
 
-class Deviation(NamedTuple):
-    inputs: Tensor  # in the merged model, by rows
-    wanted: dict[str, Tensor]  # by matrix: what the model's own gives
-    missing: dict[str, Tensor]  # from that, in the merged model
-
-
 class Sums:
     """What is summed over the tokens of one model, or of all: for matrices with one input."""
 
-    def __init__(self, width: int, outputs: dict[str, int], device: torch.device) -> None:
+    def __init__(self, width: int, outputs: Mapping[str, int], device: torch.device) -> None:
         self.gram = torch.zeros(width, width, device=device)
         self.cross = {n: torch.zeros(rows, width, device=device) for n, rows in outputs.items()}
-        self.wanted = dict.fromkeys(outputs, 0.0)
-        self.before = dict.fromkeys(outputs, 0.0)
+        self.wanted = 0.0  # squares of what the matrices should give
+        self.before = 0.0  # of what is missing from that
         self.ridge = 0.0
         self.tokens = 0
 
@@ -244,13 +235,14 @@ class Sums:
         outputs = {name: len(each) for name, each in self.cross.items()}
         return Sums(len(self.gram), outputs, self.gram.device)
 
-    def add(self, pair: Deviation) -> None:
-        self.tokens += len(pair.inputs)
-        self.gram.addmm_(pair.inputs.T, pair.inputs)
-        for name, each in pair.missing.items():
-            self.cross[name].addmm_(each.T, pair.inputs)
-            self.before[name] += float(each.square().sum())
-            self.wanted[name] += float(pair.wanted[name].square().sum())
+    def add(self, inputs: Tensor, wanted: dict[str, Tensor], missing: dict[str, Tensor]) -> None:
+        """inputs: in the merged model, by rows. wanted, missing: of each matrix."""
+        self.tokens += len(inputs)
+        self.gram.addmm_(inputs.T, inputs)
+        for name, each in missing.items():
+            self.cross[name].addmm_(each.T, inputs)
+            self.before += float(each.square().sum())
+            self.wanted += float(wanted[name].square().sum())
 
     def include(self, model: Sums, ridge: float) -> None:
         """Add one model's sums, by the size of its inputs. Few tokens, more ridge."""
@@ -263,11 +255,11 @@ class Sums:
         self.gram.add_(model.gram, alpha=1 / size)
         for name, each in model.cross.items():
             self.cross[name].add_(each, alpha=1 / size)
-            self.before[name] += model.before[name] / size
-            self.wanted[name] += model.wanted[name] / size
+        self.before += model.before / size
+        self.wanted += model.wanted / size
 
     def solve(self) -> dict[str, Tensor]:
-        """The changes of the matrices; one that is not finite is for the caller to see."""
+        """The changes of the matrices. They are not finite where there is no solution."""
         system = self.gram.clone()
         system.diagonal().add_(self.ridge)
         if not system.is_cuda:  # where float64 is half as fast, not a small part of it
@@ -282,23 +274,12 @@ class Sums:
             for name, each in self.cross.items()
         }
 
-    def find_left(self, name: str, change: Tensor) -> float:
-        """The square of what is missing with a change C that solves C (gram + ridge) = cross."""
+    def find_gain(self, name: str, change: Tensor) -> float:
+        """By how much a change C that solves C (gram + ridge) = cross makes less what is missing:
+        its square.
+        """
         rows = zip(torch.split(change, ROWS), torch.split(self.cross[name], ROWS), strict=True)
-        gained = sum(float((own * (own * self.ridge + cross)).sum()) for own, cross in rows)
-        return max(0.0, self.before[name] - gained)
-
-
-def add_up(pairs: Iterable[Deviation | None], device: torch.device) -> Sums | None:
-    sums: Sums | None = None
-    for pair in pairs:
-        if pair is None:
-            return None
-        if sums is None:
-            sizes = {name: each.shape[1] for name, each in pair.wanted.items()}
-            sums = Sums(pair.inputs.shape[1], sizes, device)
-        sums.add(pair)
-    return sums
+        return sum(float((own * (own * self.ridge + cross)).sum()) for own, cross in rows)
 
 
 class Enough(Exception):
@@ -393,8 +374,7 @@ class Walk:
         for name, module in segment.matrices.items():
             if name in self.solved_before:
                 continue
-            reason = "" if name in merged else "the model has no such tensor"
-            if reason := reason or self.excluded(name):
+            if reason := self.excluded(name):
                 result.left[name] = reason
             else:
                 wanted[name] = module
@@ -440,18 +420,17 @@ class Walk:
         total: Sums | None = None
         for participant in self.matching:
             own = self.take(segment, participant.who, loaded)
-            pairs = self.compare(segment, own, merged, stage, participant, share, is_last)
-            sums = add_up(pairs, self.network.device)
+            sums = self.add_up(segment, own, merged, stage, participant, share, is_last)
             if sums is None:
                 result.left |= dict.fromkeys(stage, ELSEWHERE)
                 return
             total = total or sums.make_empty()
             total.include(sums, self.ridge)
-            del own, pairs, sums  # they are large
+            del own, sums  # they are large
         if total:
             self.apply(merged, stage, total, result)
 
-    def compare(
+    def add_up(
         self,
         segment: Segment,
         own: dict[str, Tensor],
@@ -460,11 +439,12 @@ class Walk:
         participant: Participant,
         share: float,
         is_last: bool,
-    ) -> Iterator[Deviation | None]:
-        """What the matrices of a stage are given and should give, batch by batch. None: other
-        tokens come into them in the merged model than in the participant's own.
+    ) -> Sums | None:
+        """What the matrices of a stage are given and should give. None: other tokens come into
+        them in the merged model than in the participant's own.
         """
         is_end = segment.number in (len(self.network.blocks), WHOLE)
+        sums: Sums | None = None
         for stream in participant.streams:
             with seen(stage, stops=not is_last) as wanted:
                 theirs = self.call(segment, own, stream.batch, stream.own)
@@ -472,34 +452,37 @@ class Walk:
                 ours = self.call(segment, merged, stream.batch, stream.merged)
             shapes = [{n: each[0].shape for n, each in s.items()} for s in (wanted, given)]
             if shapes[0] != shapes[1] or len(given) < len(stage):
-                yield None
-                return
+                return None
             inputs, keep = self.choose(next(iter(given.values()))[0], stream.tokens)
             if share:
                 [name] = stage
-                target = flatten(first_tensor(theirs))[keep] / share
-                missing = target - flatten(first_tensor(ours))[keep] / share
-                yield Deviation(inputs, {name: target}, {name: missing})
+                targets = {name: flatten(first_tensor(theirs))[keep] / share}
+                missing = {name: targets[name] - flatten(first_tensor(ours))[keep] / share}
             else:
                 targets = {name: flatten(each[1])[keep] for name, each in wanted.items()}
-                ours_of = {name: flatten(each[1])[keep] for name, each in given.items()}
-                yield Deviation(inputs, targets, {n: targets[n] - ours_of[n] for n in targets})
+                missing = {n: targets[n] - flatten(each[1])[keep] for n, each in given.items()}
+            if sums is None:
+                sizes = {name: each.shape[1] for name, each in targets.items()}
+                sums = Sums(inputs.shape[1], sizes, self.network.device)
+            sums.add(inputs, targets, missing)
             if is_last and not is_end:
                 stream.following = put_aside(theirs)
+        return sums
 
     def apply(
         self, merged: dict[str, Tensor], stage: dict[str, nn.Module], sums: Sums, result: Matched
     ) -> None:
-        for name, change in sums.solve().items():
-            module = stage[name]
-            if not change.isfinite().all():
-                result.left[name] = NOT_FINITE
-                continue
-            merged[name] = merged[name] + (change.T if is_transposed(module) else change)
+        changes = sums.solve()
+        if not all(change.isfinite().all() for change in changes.values()):
+            result.left |= dict.fromkeys(stage, NOT_FINITE)
+            return
+        for name, change in changes.items():
+            merged[name] = merged[name] + (change.T if is_transposed(stage[name]) else change)
             result.solved[name] = merged[name]
-            result.wanted += sums.wanted[name]
-            result.before += sums.before[name]
-            result.after += sums.find_left(name, change)
+        gained = sum(sums.find_gain(name, change) for name, change in changes.items())
+        result.wanted += sums.wanted
+        result.before += sums.before
+        result.after += max(0.0, sums.before - gained)
 
     def find_share(
         self, segment: Segment, merged: dict[str, Tensor], stage: dict[str, nn.Module]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -31,12 +31,12 @@ from darelib.output.matched import (
     digest_range,
 )
 from darelib.output.prepare import FilePlan, is_share, plan_output, record_matched
-from darelib.output.publish import Output, explain_write_errors
+from darelib.output.publish import Output
 from darelib.plan.plan import Job
 from darelib.plan.tensorplan import TensorPlan, choose_kernel
 from darelib.run.matching.judging import LAMBDAS, Streams
-from darelib.run.matching.model_files import ModelFiles, Spool, check_tokens
-from darelib.run.matching.models import Names
+from darelib.run.matching.model_files import ModelFiles, check_tokens
+from darelib.run.matching.models import Keep, Spool
 from darelib.run.matching.walk import Matched, Participant, enlist, summarize
 from darelib.run.products import open_worker
 from darelib.run.rounds import run_rounds
@@ -50,19 +50,15 @@ LIBRARY_BYTES: Final = 700_000_000
 
 
 class SolvedModel(Checkpoint):
-    """Matrices in memory, as one more model of the merge."""
+    """A matrix in memory, as one more model of the merge."""
 
-    def __init__(self, solved: Mapping[str, Tensor]) -> None:
+    def __init__(self, name: str, solved: Tensor) -> None:
         self.name = "the matched model"
-        self.values = [np.ascontiguousarray(each.numpy()) for each in solved.values()]
-        self.tensors = {
-            name: TensorInfo("F32", tuple(each.shape), file=k)
-            for k, (name, each) in enumerate(solved.items())
-        }
+        self.raw = np.ascontiguousarray(solved.numpy()).reshape(-1).view(np.uint8)
+        self.tensors = {name: TensorInfo("F32", tuple(solved.shape))}
 
     def read_bytes(self, view: memoryview, info: TensorInfo, start: int) -> None:
-        raw = self.values[info.file].reshape(-1).view(np.uint8)
-        view[:] = raw[start : start + len(view)].data
+        view[:] = self.raw[start : start + len(view)].data
 
 
 def place_solved(tensor: TensorPlan, solved: SolvedModel, number: int) -> TensorPlan:
@@ -90,65 +86,50 @@ class MatchedOutput:
     def __init__(
         self, order: Order, models: ModelFiles, participants: Sequence[Participant]
     ) -> None:
-        self.order = order
+        outputs = [name for row in models.list_candidates() for name in row.outputs]
+        self.digests = dict.fromkeys(sorted(outputs), UNMATCHED)
+        plan = record_matched(order.plan, order.inputs, self.digests)
+        self.order = replace(order, plan=plan)
         self.models = models
         self.participants = participants
-        self.digests: dict[str, str] = {}
+        self.outcomes: list[Outcome] = []
 
-    def write(self, results: Iterable[Matched]) -> Made:
-        outputs = [name for row in self.models.list_candidates() for name in row.outputs]
-        self.digests = dict.fromkeys(sorted(outputs), UNMATCHED)
-        plan = record_matched(self.order.plan, self.order.inputs, self.digests)
-        self.order = replace(self.order, plan=plan)
-        return publish(self.order, lambda output: self._make(results, output))
+    def publish(self, match: Callable[[Keep], list[Matched]]) -> Made:
+        return publish(self.order, lambda output: self._make(match, output))
 
-    def _make(self, results: Iterable[Matched], output: Output) -> Made:
+    def _make(self, match: Callable[[Keep], list[Matched]], output: Output) -> Made:
         plan = self.order.plan
         inputs = self.order.inputs
-        find = self.models.names.find_tensor
-        outcomes: list[Outcome] = []
-        done: set[str] = set()
-        kept = []
-        for result in results:
-            named = {find(name): each for name, each in result.solved.items()}
-            outcomes += self._write(named, output)
-            done |= named.keys()
-            kept.append(result)
-        left = [tensor for tensor in plan.tensors if tensor.name not in done]
-        rest = replace(plan, tensors=tuple(left))
+        rows = {tensor.name: tensor for tensor in plan.tensors}
+        results = match(lambda name, solved: self._write(rows.pop(name), solved, output))
+        rest = replace(plan, tensors=tuple(rows.values()))
         worker = open_worker(rest, inputs, self.order.interrupts)
-        outcomes += run_merge(rest, worker, output, self.order.interrupts)
+        self.outcomes += run_merge(rest, worker, output, self.order.interrupts)
         plan = record_matched(plan, inputs, self.digests)
         for number, file in enumerate(plan.files):
             output.write_at(number, memoryview(file.header), 0)
-        report = self._report(kept)
+        report = self._report(results)
         warnings = (*plan.warnings, *find_useless(report.losses))
-        return replace(plan, matching=report, warnings=warnings), outcomes
+        return replace(plan, matching=report, warnings=warnings), self.outcomes
 
-    def _write(self, found: Mapping[str, Tensor], output: Output) -> list[Outcome]:
-        """Write what was solved of a segment, and note its digests."""
-        solved = SolvedModel(found)
-        number = len(self.order.inputs) - 1
-        rows = {tensor.name: tensor for tensor in self.order.plan.tensors}
-        placed = [place_solved(rows[name], solved, number) for name in found]
+    def _write(self, row: TensorPlan, solved: Tensor, output: Output) -> None:
+        """Write what was solved, and note its digest."""
+        model = SolvedModel(row.name, solved)
         plan = self.order.plan
-        part = replace(plan, tensors=tuple(placed), seeds=(*plan.seeds, 0))
-        outcomes: list[Outcome] = []
+        placed = place_solved(row, model, len(plan.seeds))
+        part = replace(plan, tensors=(placed,), seeds=(*plan.seeds, 0))
 
         def note(job: Job, outcome: Outcome | None) -> None:
             if outcome:
-                outcomes.append(replace(outcome, tallies={}))
+                self.outcomes.append(replace(outcome, tallies={}))
 
-        worker = open_worker(part, [*self.order.inputs, solved], self.order.interrupts)
+        worker = open_worker(part, [*self.order.inputs, model], self.order.interrupts)
         run_rounds(part.rounds(), worker, output.write_at, note, self.order.interrupts)
-        for name in found:
-            for start, tallies in self.models.weights.found[name].items():
-                outcomes.append(Outcome(name, start, 0, tallies))
-        for row in placed:
-            for name, info in row.outputs.items():
-                place = worker.place_of(info)
-                self.digests[name] = digest_range(output.paths[info.file], place, info.nbytes)
-        return outcomes
+        for start, tallies in self.models.weights.found[row.name].items():
+            self.outcomes.append(Outcome(row.name, start, 0, tallies))
+        for name, info in row.outputs.items():
+            place = worker.place_of(info)
+            self.digests[name] = digest_range(output.paths[info.file], place, info.nbytes)
 
     def _report(self, results: Sequence[Matched]) -> MatchReport:
         own = [each for each in self.participants if not each.watches]
@@ -213,32 +194,27 @@ def estimate(plan: FilePlan, inputs: Sequence[Checkpoint]) -> PlannedMatch:
     tokens = sum(each.tokens for each in participants) if free else 0
     is_auto = models.config.is_auto
     judged = sum(Participant(who, own).tokens for who, own in held.items()) if is_auto else 0
-    operations = 0
-    largest = 0
-    widest = 0
-    width = 0  # of the hidden states
-    for segment in models.network.segments:
-        names = list(filter(None, map(models.names.find_tensor, segment.matrices)))
-        shapes = {name: models.rows[name].base.shape for name in names}
-        operations += 2 * sum(map(math.prod, shapes.values())) * judged * (len(LAMBDAS) + 1)
-        sizes = [shape for name, shape in shapes.items() if name in free]
-        width = width or min(map(min, shapes.values()), default=0)
-        entries = sum(map(math.prod, sizes))
-        largest = max(largest, entries)
-        operations += FORWARDS * 2 * entries * tokens
-        for side in {columns for _, columns in sizes}:
-            operations += 2 * side**2 * tokens + side**3 // 3
-            widest = max(widest, side)
+    find = models.names.find_tensor
+    blocks = [
+        [models.rows[name].base.shape for name in filter(None, map(find, segment.matrices))]
+        for segment in models.network.segments
+    ]
+    entries = [sum(map(math.prod, shapes)) for shapes in blocks]
+    widths = [width for shapes in blocks for width in {columns for _, columns in shapes}]
+    calls = FORWARDS * tokens + (len(LAMBDAS) + 1) * judged
+    operations = 2 * sum(entries) * calls
+    if free:
+        operations += sum(2 * width**2 * tokens + width**3 // 3 for width in widths)
     # The fine-tunes' and the merge's; then the fine-tunes' and one for each lambda.
-    hidden = max(2 * tokens, (len(LAMBDAS) + 1) * judged) * width
-    blocks = (len(participants) + 4) * largest
+    hidden = max(2 * tokens, (len(LAMBDAS) + 1) * judged) * min(widths, default=0)
+    weights = (len(participants) + 4) * max(entries) + 2 * max(widths, default=0) ** 2
     rate = MatrixEngine(models.config.engine).measure_rate(plan.threads)
     return PlannedMatch(
         matrices=len(free),
         examples=sum(each.count for each in participants),
         tokens=tokens,
         judged=judged,
-        memory=LIBRARY_BYTES + 4 * (blocks + 2 * widest**2 + hidden),
+        memory=LIBRARY_BYTES + 4 * (weights + hidden),
         seconds=operations / rate,
     )
 
@@ -248,29 +224,30 @@ def run(order: Order) -> Made:
     check_order(order)
     models = ModelFiles(order.plan, order.inputs, order.interrupts)
     used, held = divide_examples(models)
-    if not models.config.matches:
-        with models.opened():
-            choice = models.choose_lambda(held)
-        made, outcomes = run_plain(settle_lambda(order, choice))
-        return note_choice(made, choice), outcomes
     participants = enlist(used)
-    with models.opened():
-        if not models.config.is_auto:
+    if not models.config.is_auto:
+        with models.opened():
             output = MatchedOutput(order, models, participants)
-            return output.write(models.match(participants))
-        folder = next(filter(Path.exists, order.plan.output.path.parents))
-        with explain_write_errors(order.plan.output, False), closing(Spool(folder)) as spool:
-            results = models.match_into(spool, participants)
+            return output.publish(lambda keep: models.match_into(keep, participants))
+    folder = next(filter(Path.exists, order.plan.output.path.parents))
+    with closing(Spool(folder)) as spool:
+        with models.opened():
+            matches = models.config.matches
+            results = models.match_into(spool.__setitem__, participants) if matches else []
             choice = models.choose_lambda(held, spool)
-            output = MatchedOutput(settle_lambda(order, choice), models, participants)
-            made, outcomes = output.write(restore(results, models.names, spool))
-            return note_choice(made, choice), outcomes
+        order = settle_lambda(order, choice)
 
+        def restore(keep: Keep) -> list[Matched]:
+            for name in spool.places:
+                keep(name, spool[name])
+            return results
 
-def restore(results: Iterable[Matched], names: Names, spool: Spool) -> Iterator[Matched]:
-    """The results with what was solved, one after the other."""
-    for result in results:
-        yield replace(result, solved={n: spool[names.find_tensor(n)] for n in result.solved})
+        if matches:
+            made, outcomes = MatchedOutput(order, models, participants).publish(restore)
+        else:
+            made, outcomes = run_plain(order)
+        warnings = (*made.warnings, *choice.warnings)
+        return replace(made, choice=choice, warnings=warnings), outcomes
 
 
 def divide_examples(models: ModelFiles) -> tuple[Streams, Streams]:
@@ -292,7 +269,3 @@ def settle_lambda(order: Order, choice: LambdaChoice) -> Order:
     planner = choose_planner(config)
     plan = plan_output(planner, config, order.inputs, old.output, old.tokenizer, order.force)
     return replace(order, plan=plan)
-
-
-def note_choice(plan: FilePlan, choice: LambdaChoice) -> FilePlan:
-    return replace(plan, choice=choice, warnings=(*plan.warnings, *choice.warnings))

@@ -8,11 +8,8 @@ import copy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Final, Self
 
 import numpy as np
@@ -135,48 +132,6 @@ def as_floats(made: NDArray[np.uint8], info: TensorInfo) -> Tensor:
     """A tensor among the bytes of all. Others than floats come as they are stored, flat."""
     raw = torch.from_numpy(made[info.offset : info.offset + info.nbytes])
     return raw.view(torch.float32).reshape(info.shape) if info.dtype == "F32" else raw
-
-
-class Spool:
-    """Tensors in float32, in a file without a name, which goes when it is closed."""
-
-    def __init__(self, folder: Path | None = None) -> None:
-        """folder: None: the system's, for what is temporary."""
-        self.where = repr(str(folder)) if folder else "for temporary files (TMPDIR names a folder)"
-        with self.explained():
-            self.file = TemporaryFile(dir=folder)  # noqa: SIM115
-        self.close = self.file.close
-        self.size = 0
-        self.places: dict[str, tuple[int, torch.Size]] = {}
-
-    @contextmanager
-    def explained(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise DareError(
-                f"what is merged cannot be kept until it is judged: {error.strerror}",
-                f"make room {self.where}",
-            ) from None
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.places
-
-    def __setitem__(self, name: str, tensor: Tensor) -> None:
-        values = np.ascontiguousarray(tensor.numpy())
-        self.places[name] = self.size, tensor.shape
-        with self.explained():
-            self.file.seek(self.size)
-            self.file.write(values.data)
-        self.size += values.nbytes
-
-    def __getitem__(self, name: str) -> Tensor:
-        start, shape = self.places[name]
-        values = torch.empty(shape)
-        with self.explained():
-            self.file.seek(start)
-            self.file.readinto(values.numpy().reshape(-1).view(np.uint8).data)
-        return values
 
 
 class ModelFiles(Models):

@@ -7,8 +7,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, Protocol
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any, Final, Protocol, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -50,12 +53,49 @@ class Weights(Protocol):
     def make(self, who: int, names: Sequence[str]) -> dict[str, Tensor]: ...
 
 
-class Store(Protocol):
-    """What is solved, until it is used: in memory, or in a file."""
+class Spool:
+    """Tensors in float32, in a file without a name, which goes when it is closed."""
 
-    def __contains__(self, name: str, /) -> bool: ...
-    def __getitem__(self, name: str, /) -> Tensor: ...
-    def __setitem__(self, name: str, tensor: Tensor, /) -> None: ...
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with self.explained():
+            self.file = TemporaryFile(dir=folder)  # noqa: SIM115
+        self.close = self.file.close
+        self.size = 0
+        self.places: dict[str, tuple[int, torch.Size]] = {}
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise DareError(
+                f"what is merged cannot be kept until it is judged: {error.strerror}",
+                f"make room in {str(self.folder)!r}",
+            ) from None
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.places
+
+    def __setitem__(self, name: str, tensor: Tensor) -> None:
+        values = np.ascontiguousarray(tensor.numpy())
+        self.places[name] = self.size, tensor.shape
+        with self.explained():
+            self.file.seek(self.size)
+            self.file.write(values.data)
+        self.size += values.nbytes
+
+    def __getitem__(self, name: str) -> Tensor:
+        start, shape = self.places[name]
+        values = torch.empty(shape)
+        with self.explained():
+            self.file.seek(start)
+            self.file.readinto(values.numpy().reshape(-1).view(np.uint8).data)
+        return values
+
+
+Store: TypeAlias = dict[str, Tensor] | Spool  # of what is solved, until it is used
+Keep: TypeAlias = Callable[[str, Tensor], None]
 
 
 class Names:
@@ -87,18 +127,12 @@ class Names:
             )
 
     def _name_as_loaded(self) -> Callable[[str], tuple[str, str | None]]:
-        try:
-            from transformers import conversion_mapping, core_model_loading
+        from transformers import conversion_mapping, core_model_loading
 
-            steps = conversion_mapping.get_model_conversion_mapping(self.module)
-            renamings = [e for e in steps if isinstance(e, core_model_loading.WeightRenaming)]
-            converters = [e for e in steps if isinstance(e, core_model_loading.WeightConverter)]
-            rename = core_model_loading.rename_source_key
-        except (ImportError, AttributeError):
-            raise DareError(
-                "this version of transformers cannot say how it loads the model",
-                "install transformers 5, or merge without examples",
-            ) from None
+        steps = conversion_mapping.get_model_conversion_mapping(self.module)
+        renamings = [e for e in steps if isinstance(e, core_model_loading.WeightRenaming)]
+        converters = [e for e in steps if isinstance(e, core_model_loading.WeightConverter)]
+        rename = core_model_loading.rename_source_key
         self._converters = {k: each for each in converters for k in each.source_patterns}
         state = self.module.state_dict()
         prefix = self.module.base_model_prefix
@@ -224,12 +258,12 @@ class Models:
                 result.solved = dict.fromkeys(result.solved, torch.empty(0))
                 advance(1)
 
-    def match_into(self, store: Store, participants: Sequence[Participant]) -> list[Matched]:
+    def match_into(self, keep: Keep, participants: Sequence[Participant]) -> list[Matched]:
         """Match, and keep what is solved, by the names of tensors."""
         results = []
         for result in self.match(participants):
             for name, each in result.solved.items():
-                store[self.names.find_tensor(name)] = each
+                keep(self.names.find_tensor(name), each)
             results.append(result)
         return results
 

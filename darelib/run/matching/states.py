@@ -127,7 +127,7 @@ def match_tensors(
     solved: dict[str, Tensor] = {}
     with models.opened():
         if config.matches:
-            LOG.info(str(summarize(models.match_into(solved, enlist(used)))))
+            LOG.info(str(summarize(models.match_into(solved.__setitem__, enlist(used)))))
         if config.is_auto:
             choice = models.choose_lambda(held, solved)
             LOG.info(str(choice))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Final
 
 from darelib.config import DareConfig
@@ -23,7 +24,8 @@ from darelib.output.judged import (
 )
 from darelib.plan.plan import MergePlan, plan_merge
 from darelib.run.matching.judging import Judge, Streams, list_lambdas
-from darelib.run.matching.model_files import ModelFiles, Spool, check_tokens
+from darelib.run.matching.model_files import ModelFiles, check_tokens
+from darelib.run.matching.models import Spool
 from darelib.run.matching.network import BASE
 from darelib.run.matching.walk import enlist, start_from
 
@@ -47,9 +49,9 @@ def judge(
     used, held = models.divide(bool(is_divided))
     names = shorten_names([model.name for model in others])
     merges = [] if others else list_lambdas(config)
-    with models.opened(), closing(Spool()) as spool:
+    with models.opened(), closing(Spool(Path(gettempdir()))) as spool:
         if merges and config.matches:
-            models.match_into(spool, enlist(used))
+            models.match_into(spool.__setitem__, enlist(used))
         found = models.compare(held, names, merges, spool)
     remarks = [*find_doubts(found.files), *found.remarks]
     if found.choice:
@@ -63,28 +65,21 @@ def judge(
 class Trials:
     """Merges of the same models with other settings."""
 
-    def __init__(
-        self,
-        models: ModelFiles,
-        used: Streams,
-        judge: Judge,
-        folder: Path,
-    ) -> None:
+    def __init__(self, models: ModelFiles, used: Streams, judge: Judge, folder: Path) -> None:
         self.models = models
         self.used = used
         self.judge = judge
         self.owners = judge.score_owners()
         self.files = judge.describe(self.owners)
         self.folder = folder
-        # What merges are with lambda 1, by all else that they depend on; the latest last.
-        self._spools: dict[str, Spool] = {}
+        self._spools: dict[str, Spool] = {}  # merges with lambda 1, by what they depend on
 
     def score(self, config: DareConfig | None) -> Costs:
         """By file. None: of the base."""
         if config is None:
             base = list_costs(self.judge.score_one(BASE), self.files)
             owners = list_costs(self.owners, self.files)
-            for remark in find_disorder(self.files, base, owners):
+            for remark in (*find_doubts(self.files), *find_disorder(self.files, base, owners)):
                 LOG.warning(remark)
             return base
         models = self.models.with_config(config)
@@ -97,29 +92,16 @@ class Trials:
         # Where lambda is 0, nothing is matched.
         still = [row.name for row in rows if not row.settings.lambda_coeff]
         key = repr((start_from(models.config), still if models.config.matches else ()))
-        spool = self._spools.pop(key, None)
-        if spool is None:
-            self._make_room()
+        if key not in self._spools:
+            # The oldest merges are forgotten, if another one might not fit beside them.
+            most = min(SPOOLED, shutil.disk_usage(self.folder).free)
+            while 2 * sum(each.size for each in self._spools.values()) > most:
+                del self._spools[next(iter(self._spools))]
             spool = Spool(self.folder)
-            self._spools[key] = spool  # to be closed, whatever happens
             if models.config.matches:
-                try:
-                    models.match_into(spool, enlist(self.used))
-                except BaseException:
-                    self._spools.pop(key).close()
-                    raise
-        self._spools[key] = spool
-        return spool
-
-    def _make_room(self) -> None:
-        """Forget the oldest merges, if another one might not fit beside them."""
-        most = min(SPOOLED, shutil.disk_usage(self.folder).free)
-        while self._spools and 2 * sum(each.size for each in self._spools.values()) > most:
-            self._spools.pop(next(iter(self._spools))).close()
-
-    def close(self) -> None:
-        for spool in self._spools.values():
-            spool.close()
+                models.match_into(spool.__setitem__, enlist(self.used))
+            self._spools[key] = spool
+        return self._spools[key]
 
 
 @contextmanager
@@ -133,11 +115,5 @@ def open_trials(
     models.check_predicts()
     used, held = models.divide(bool(config.held_out))
     skills = {who: streams for who, streams in held.items() if who != BASE}
-    Spool(folder).close()  # whether there can be one, before anything is judged
-    with ExitStack() as opened:
-        opened.enter_context(models.opened())
-        judge = opened.enter_context(models.judging(skills, 1))
-        trials = opened.enter_context(closing(Trials(models, used, judge, folder)))
-        for doubt in find_doubts(trials.files):
-            LOG.warning(doubt)
-        yield trials
+    with models.opened(), models.judging(skills, 1) as judge:
+        yield Trials(models, used, judge, folder)

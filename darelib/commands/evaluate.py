@@ -53,7 +53,7 @@ class EvaluationReport(Report):
 
     def find_worst(self, scores: Scores) -> int:
         """The file on which a model is furthest from its owner."""
-        return max(range(len(scores)), key=lambda k: scores[k].mean(scores[k].divergence))
+        return max(range(len(scores)), key=lambda k: scores[k].as_dict()["divergence"] or 0.0)
 
     def parts(self) -> list[Section]:
         rows = [["", *(printable(file.title) for file in self.files)]]
@@ -62,7 +62,7 @@ class EvaluationReport(Report):
             cells = [format_score(score, k == worst) for k, score in enumerate(scores)]
             rows.append([printable(name), *cells])
         lines = [
-            f"({LOSS if self.scores[0][0].loss is not None else ''}{LEGEND})",
+            f"({LOSS if self.scores[0][0].as_dict()['loss'] is not None else ''}{LEGEND})",
             *map(str, self.files),
             *([str(self.choice)] if self.choice else []),
             *self.remarks,

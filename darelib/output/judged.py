@@ -4,7 +4,7 @@ chosen by that.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Self, TypeAlias
+from typing import Final, NamedTuple, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,51 +51,54 @@ class JudgedFile:
         return f"{self.name}: {self.size}"
 
 
+class Cost(NamedTuple):
+    """What a good model has little of, by example."""
+
+    sums: Array
+    tokens: Array  # over how many
+
+    @property
+    def mean(self) -> float:
+        return float(self.sums.sum() / max(1.0, self.tokens.sum()))
+
+
 @dataclass(frozen=True)
 class Score:
     """Of a model, on one file: sums over the tokens of each example, losses in bits."""
 
+    kind: str
     tokens: Array
-    loss: Array | None  # None: nothing says what is right
+    loss: Array
     same: Array  # tokens whose likeliest successor is the fine-tune's
     divergence: Array  # of what the fine-tune expects from what the model expects (KL)
 
-    def mean(self, sums: Array) -> float:
-        return find_mean(sums, self.tokens)
-
-    def cost(self, file: JudgedFile) -> Array:
-        """What a good model has little of."""
-        return self.loss if file.kind == ANSWERS and self.loss is not None else self.divergence
+    @property
+    def cost(self) -> Cost:
+        """The loss on answers, or the distance from the fine-tune where none are marked."""
+        return Cost(self.loss if self.kind == ANSWERS else self.divergence, self.tokens)
 
     def as_dict(self) -> dict[str, float | None]:
+        loss, agreement, divergence = (
+            Cost(sums, self.tokens).mean for sums in (self.loss, self.same, self.divergence)
+        )
+        has_loss = self.kind != ROWS  # else nothing says what is right
         return {
-            "loss": None if self.loss is None else self.mean(self.loss),
-            "agreement": self.mean(self.same),
-            "divergence": self.mean(self.divergence),
+            "loss": loss if has_loss else None,
+            "agreement": agreement,
+            "divergence": divergence,
         }
 
 
 Scores: TypeAlias = Sequence[Score]  # of a model, by file
-# By file, of each example: what a good model has little of, and over how many tokens.
-Costs: TypeAlias = Sequence[tuple[Array, Array]]
+Costs: TypeAlias = Sequence[Cost]
 
 
-def list_costs(scores: Scores, files: Sequence[JudgedFile]) -> Costs:
-    """Losses on answers, or distances from the fine-tune where none are marked."""
-    pairs = zip(scores, files, strict=True)
-    return [(score.cost(file), score.tokens) for score, file in pairs]
-
-
-def find_mean(sums: Array, tokens: Array) -> float:
-    return float(sums.sum() / max(1.0, tokens.sum()))
-
-
-def find_means(costs: Costs) -> list[float]:
-    return [find_mean(sums, tokens) for sums, tokens in costs]
+def list_costs(scores: Scores) -> Costs:
+    return [score.cost for score in scores]
 
 
 def find_cost(costs: Costs) -> float:
-    return float(np.mean(find_means(costs)))
+    return float(np.mean([cost.mean for cost in costs]))
 
 
 def find_rivals(models: Sequence[Costs], best: int) -> list[int]:
@@ -106,7 +109,7 @@ def find_rivals(models: Sequence[Costs], best: int) -> list[int]:
     found = np.zeros((DRAWS, len(models)))
     for k, (_, tokens) in enumerate(models[best]):
         drawn = random.multinomial(len(tokens), np.full(len(tokens), 1 / len(tokens)), DRAWS)
-        sums = np.stack([costs[k][0] for costs in models], axis=1)
+        sums = np.stack([costs[k].sums for costs in models], axis=1)
         with np.errstate(invalid="ignore"):  # infinite costs, which are never drawn
             found += drawn @ sums / np.maximum(1, drawn @ tokens)[:, None]
     beaten = (found <= found[:, [best]]).mean(axis=0)
@@ -139,8 +142,8 @@ def explain_best(names: Sequence[str], models: Sequence[Costs]) -> list[str]:
 
 def find_disorder(files: Sequence[JudgedFile], base: Costs, owners: Costs) -> list[str]:
     """Files on which their own model is no better than the base. owners: the models' own costs."""
-    pairs = zip(files, find_means(base), find_means(owners), strict=True)
-    wrong = [file.name for file, before, own in pairs if file.kind == ANSWERS and own >= before]
+    rows = zip(files, base, owners, strict=True)
+    wrong = [f.name for f, before, own in rows if f.kind == ANSWERS and own.mean >= before.mean]
     if not wrong:
         return []
     return [
@@ -162,7 +165,7 @@ class LambdaChoice:
     def of(
         cls, lambdas: Sequence[float], models: Sequence[Scores], files: Sequence[JudgedFile]
     ) -> Self:
-        costs = [list_costs(scores, files) for scores in models]
+        costs = [list_costs(scores) for scores in models]
         means = [find_cost(each) for each in costs]
         best = int(np.argmin(means))
         return cls(

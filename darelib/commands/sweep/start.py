@@ -125,16 +125,17 @@ def judge_by_examples(
     config: DareConfig, inputs: Sequence[Checkpoint], folder: Path, skills: Sequence[str]
 ) -> Iterator[Score]:
     """Merges are judged as they are made, and never written."""
-    from darelib.output.judged import find_cost, find_means
+    from darelib.output.judged import find_cost
 
     with load_trials().open_trials(config, inputs, Interrupts(), folder) as trials:
 
         def score(config: DareConfig | None, trial: Any, _: str) -> Any:
             check_unchanged(inputs)
             costs = trials.score(config)
-            found = [[sums.tolist(), each.tolist()] for sums, each in costs]
-            trial.set_user_attr(COSTS, dict(zip(skills, found, strict=True)))
-            return {TOTAL: find_cost(costs), **dict(zip(skills, find_means(costs), strict=True))}
+            named = dict(zip(skills, costs, strict=True))
+            found = {name: [sums.tolist(), each.tolist()] for name, (sums, each) in named.items()}
+            trial.set_user_attr(COSTS, found)
+            return {TOTAL: find_cost(costs)} | {name: cost.mean for name, cost in named.items()}
 
         yield score
 

@@ -27,7 +27,7 @@ from darelib.run.matching.network import (
     move,
     put_aside,
 )
-from darelib.run.matching.walk import Stream, flatten
+from darelib.run.matching.walk import Stream
 
 # Of the lambdas that are tried: from far too small to far too large.
 LAMBDAS: Final = (0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.2, 1.5, 2.0, 2.5)
@@ -97,8 +97,8 @@ class Judge:
     def describe(self, scores: Scores) -> tuple[JudgedFile, ...]:
         """The examples, as they were judged."""
         return tuple(
-            JudgedFile(self.titles[who], len(each.tokens), int(each.tokens.sum()), find_kind(own))
-            for (who, own), each in zip(self.tests.items(), scores, strict=True)
+            JudgedFile(self.titles[who], len(each.tokens), int(each.tokens.sum()), each.kind)
+            for who, each in zip(self.tests, scores, strict=True)
         )
 
     def _follow(self, make: Make, tests: Streams) -> dict[int, Known]:
@@ -131,11 +131,8 @@ class Judge:
         )
 
     def _add_up(self, who: int, parts: Iterable[tuple[Tensor, ...]]) -> Score:
-        tokens, loss, same, divergence = (
-            torch.cat(each).numpy() for each in zip(*parts, strict=True)
-        )
-        is_judged = all(stream.answers is not None for stream in self.tests[who])
-        return Score(tokens, loss if is_judged else None, same, divergence)
+        sums = [torch.cat(each).numpy() for each in zip(*parts, strict=True)]
+        return Score(find_kind(self.tests[who]), *sums)
 
     def _list_wanted(self, who: int) -> Iterator[Picked]:
         """What the owner of examples expects, batch by batch: remembered, so far as there is
@@ -170,20 +167,18 @@ def list_lambdas(config: DareConfig) -> list[DareConfig]:
 def pick_rows(output: Any, stream: Stream) -> Picked:
     """Where a model is judged: before each answer's tokens, or wherever the output has a row."""
     logits = output.logits if hasattr(output, "logits") else first_tensor(output)
-    count = len(logits)
-    if stream.answers is None:
+    wanted = None
+    if stream.answers is not None:
+        logits = logits[:, :-1]
+        chosen = stream.answers[:, 1:]
+        wanted = stream.batch["input_ids"][:, 1:][chosen].to(logits.device)
+    else:
         # On the CPU, where sums are taken, whatever torch's default device is.
-        owners = torch.arange(count, device="cpu")
-        owners = owners.repeat_interleave(logits[0].numel() // logits.shape[-1])
-        rows = flatten(logits)
-        if stream.tokens is not None and stream.tokens.numel() == len(rows):
-            keep = stream.tokens.reshape(-1)
-            rows, owners = rows[keep.to(rows.device)], owners[keep.cpu()]
-        return Picked(rows, None, owners, count)
-    chosen = stream.answers[:, 1:]
-    wanted = stream.batch["input_ids"][:, 1:][chosen]
-    rows = logits[:, :-1][chosen.to(logits.device)]
-    return Picked(rows, wanted.to(rows.device), chosen.nonzero()[:, 0], count)
+        chosen = torch.ones(logits.shape[:-1], dtype=torch.bool, device="cpu")
+        if stream.tokens is not None and stream.tokens.numel() == chosen.numel():
+            chosen = stream.tokens.reshape(chosen.shape).cpu()
+    rows = logits[chosen.to(logits.device)]
+    return Picked(rows, wanted, chosen.nonzero()[:, 0], len(chosen))
 
 
 def compare_rows(mine: Picked, own: Picked) -> tuple[Tensor, Tensor, Tensor, Tensor]:

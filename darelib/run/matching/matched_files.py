@@ -35,7 +35,7 @@ from darelib.output.publish import Output
 from darelib.plan.plan import Job
 from darelib.plan.tensorplan import TensorPlan, choose_kernel
 from darelib.run.matching.judging import LAMBDAS, Streams
-from darelib.run.matching.model_files import ModelFiles, check_tokens
+from darelib.run.matching.model_files import ModelFiles
 from darelib.run.matching.models import Keep, Spool
 from darelib.run.matching.walk import Matched, Participant, enlist, summarize
 from darelib.run.products import open_worker
@@ -166,7 +166,6 @@ def find_useless(losses: Sequence[AnswerLoss]) -> Iterator[str]:
 
 def check_order(order: Order) -> None:
     """Refuse what a matched merge cannot be."""
-    check_tokens(order.inputs)
     if order.part:
         raise ConfigError(
             "--part divides a merge by files, and examples go through the model in its order",

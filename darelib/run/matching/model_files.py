@@ -148,6 +148,12 @@ class ModelFiles(Models):
         others: Sequence[Checkpoint] = (),
     ) -> None:
         base, *models = inputs
+        if base.heights[1]:
+            raise ConfigError(
+                "examples are read by the models' own tokenizers, and the output has other token "
+                "ids",
+                "leave --tokenizer and --pad-vocabulary out",
+            )
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         module = make_module(base.folder or base.files[0].path.parent, base.name)
         for own in module.modules():
@@ -182,9 +188,7 @@ class ModelFiles(Models):
         """The same models, to be merged otherwise."""
         other = copy.copy(self)
         plan = plan_merge(config, self.inputs)
-        other.config = plan.config
-        other.weights = Inputs(plan.config, self.inputs, self.interrupts)
-        other.rows = {tensor.name: tensor for tensor in plan.tensors}
+        other.use(plan, Inputs(plan.config, self.inputs, self.interrupts))
         return other
 
     def make_streams(self, examples: Sequence[Tokens]) -> list[Stream]:
@@ -216,11 +220,3 @@ class ModelFiles(Models):
                     f"than {FEW}, a merge is matched to little more than these"
                 )
         yield from super().match(participants)
-
-
-def check_tokens(inputs: Sequence[Checkpoint]) -> None:
-    if inputs[0].heights[1]:
-        raise ConfigError(
-            "examples are read by the models' own tokenizers, and the output has other token ids",
-            "leave --tokenizer and --pad-vocabulary out",
-        )

@@ -186,30 +186,33 @@ class Models:
         weights: Weights,
         interrupts: Interrupts,
     ) -> None:
-        self.config = plan.config
         self.inputs = inputs
-        self.weights = weights
         self.interrupts = interrupts
+        self.use(plan, weights)
         self.names = Names(module, {name: info.shape for name, info in inputs[0].tensors.items()})
         self.network = Network(module, device)
         self.tied = find_tied(module)
-        self.rows = {tensor.name: tensor for tensor in plan.tensors}
         self.examples: dict[int, list[Any]] = {}
         self.titles: dict[int, str] = {}
+
+    def use(self, plan: MergePlan, weights: Weights) -> None:
+        """Merge as this plan says."""
+        self.config = plan.config
+        self.rows = {tensor.name: tensor for tensor in plan.tensors}
+        self.weights = weights
 
     def make_streams(self, examples: Sequence[Any]) -> list[Stream]:
         return list(examples)
 
     def divide(self, is_divided: bool) -> tuple[Streams, Streams]:
         """Examples that match, and those that judge: all, unless some are held out."""
-        if not is_divided:
-            whole = {who: self.make_streams(own) for who, own in self.examples.items()}
-            return whole, whole
         used: Streams = {}
         held: Streams = {}
         for who, own in self.examples.items():
-            with naming(f"{self.titles[who]}: "):
-                matching, judging = divide(own, self.config.judged_share)
+            matching = judging = own
+            if is_divided:
+                with naming(f"{self.titles[who]}: "):
+                    matching, judging = divide(own, self.config.judged_share)
             used[who] = self.make_streams(matching)
             held[who] = self.make_streams(judging)
         return used, held
@@ -337,7 +340,7 @@ class Models:
             tried = judge.score(self.scale(merges, solved)) if merges else []
         files = judge.describe(scores[0])
         skills = files[:count]
-        costs = [list_costs(row[:count], skills) for row in scores]
+        costs = [list_costs(row[:count]) for row in scores]
         owners = [costs[1 + k][k] for k in range(count)]
         remarks = [
             *find_disorder(skills, costs[0], owners),

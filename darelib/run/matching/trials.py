@@ -24,7 +24,7 @@ from darelib.output.judged import (
 )
 from darelib.plan.plan import MergePlan, plan_merge
 from darelib.run.matching.judging import Judge, Streams, list_lambdas
-from darelib.run.matching.model_files import ModelFiles, check_tokens
+from darelib.run.matching.model_files import ModelFiles
 from darelib.run.matching.models import Spool
 from darelib.run.matching.network import BASE
 from darelib.run.matching.walk import enlist, start_from
@@ -39,7 +39,6 @@ def judge(
     interrupts: Interrupts,
 ) -> Judgement:
     """others: models that are judged; none: the merge that the plan describes."""
-    check_tokens(inputs)
     models = ModelFiles(plan, inputs, interrupts, others)
     models.check_predicts()
     for warning in dict.fromkeys([*plan.warnings, *models.weights.warnings]):
@@ -77,14 +76,14 @@ class Trials:
     def score(self, config: DareConfig | None) -> Costs:
         """By file. None: of the base."""
         if config is None:
-            base = list_costs(self.judge.score_one(BASE), self.files)
-            owners = list_costs(self.owners, self.files)
+            base = list_costs(self.judge.score_one(BASE))
+            owners = list_costs(self.owners)
             for remark in (*find_doubts(self.files), *find_disorder(self.files, base, owners)):
                 LOG.warning(remark)
             return base
         models = self.models.with_config(config)
         make = models.scale(list_lambdas(config), self._find_spool(models), keeps=True)
-        costs = [list_costs(scores, self.files) for scores in self.judge.score(make)]
+        costs = list(map(list_costs, self.judge.score(make)))
         return min(costs, key=find_cost)
 
     def _find_spool(self, models: ModelFiles) -> Spool:
@@ -109,7 +108,6 @@ def open_trials(
     config: DareConfig, inputs: Sequence[Checkpoint], interrupts: Interrupts, folder: Path
 ) -> Iterator[Trials]:
     """folder: where merges are kept while they are tried, in files without a name."""
-    check_tokens(inputs)
     plan = plan_merge(replace(config, lambda_coeff=1.0), inputs)
     models = ModelFiles(plan, inputs, interrupts)
     models.check_predicts()

@@ -21,10 +21,8 @@ from darelib.output.judged import ANSWERS, ROWS, TOKENS, JudgedFile, Score, Scor
 from darelib.run.matching.network import (
     Load,
     Network,
-    Segment,
     Weights,
     first_tensor,
-    move,
     put_aside,
 )
 from darelib.run.matching.walk import Stream
@@ -112,23 +110,21 @@ class Judge:
                 for who, streams in tests.items():
                     known = reached[k][who]
                     for b, stream in enumerate(streams):
-                        known[b] = put_aside(self._call(segment, widened, stream, known[b]))
+                        known[b] = put_aside(
+                            self.network.call(segment, widened, stream.batch, known[b])
+                        )
                 self.advance()
         return reached
 
-    def _call(self, segment: Segment, weights: Weights, stream: Stream, known: Any) -> Any:
-        return self.network.call(segment, weights, stream.batch, move(known, self.network.device))
-
     def _compare(self, weights: Weights, who: int, known: Sequence[Any]) -> Score:
         """A model's score on the examples of another. known: what its last block gave."""
-        triples = zip(self.tests[who], known, self._list_wanted(who), strict=True)
-        return self._add_up(
-            who,
-            (
-                compare_rows(pick_rows(self._call(self.end, weights, stream, mine), stream), theirs)
-                for stream, mine, theirs in triples
-            ),
-        )
+        parts = []
+        for stream, mine, theirs in zip(
+            self.tests[who], known, self._list_wanted(who), strict=True
+        ):
+            output = self.network.call(self.end, weights, stream.batch, mine)
+            parts.append(compare_rows(pick_rows(output, stream), theirs))
+        return self._add_up(who, parts)
 
     def _add_up(self, who: int, parts: Iterable[tuple[Tensor, ...]]) -> Score:
         sums = [torch.cat(each).numpy() for each in zip(*parts, strict=True)]
@@ -144,7 +140,7 @@ class Judge:
             wanted = self._wanted.get((who, b))
             if wanted is None:
                 own = own or self.network.take(self.load, who, self.end.parameters)
-                wanted = pick_rows(self._call(self.end, own, stream, known), stream)
+                wanted = pick_rows(self.network.call(self.end, own, stream.batch, known), stream)
                 held = sum(each.logits.nbytes for each in self._wanted.values())
                 if held + wanted.logits.nbytes <= REMEMBERED:
                     self._wanted[who, b] = wanted

@@ -232,12 +232,6 @@ class Network:
             for module, mode in modes.items():
                 module.training = mode
 
-    def join(self) -> None:
-        """From now on, it is one segment."""
-        for block, forward in zip(self.blocks, self._forwards, strict=True):
-            block.forward = forward
-        self.blocks, self.prefixes = [], []
-
     def _enter(self, k: int, *args: Any, **kwargs: Any) -> Any:
         if self._watch:
             return self._watch(k, (args, kwargs))
@@ -258,6 +252,7 @@ class Network:
 
     def call(self, segment: Segment, weights: Weights, batch: Any, known: Any) -> Any:
         """What a segment gives. known: what the one before it gave."""
+        known = move(known, self.device)
         if 0 <= segment.number < len(self.blocks):
             arguments = self._find_arguments(segment.number, batch, known)
             return self._run_block(segment.number, weights, arguments)
@@ -302,12 +297,12 @@ class Network:
             return reached.arguments
 
     def choose_way(self, load: Load, batch: Any) -> None:
-        """By blocks, if the module can be called so; else as a whole."""
-        if not self.blocks:
-            return
-        if reason := self.find_obstacle(load, batch):
+        """By blocks, if the module can be called so; else as a whole, as one segment."""
+        if self.blocks and (reason := self.find_obstacle(load, batch)):
             LOG.warning(f"the model is matched as a whole, which takes longer: {reason}")
-            self.join()
+            for block, forward in zip(self.blocks, self._forwards, strict=True):
+                block.forward = forward
+            self.blocks, self.prefixes = [], []
 
     def find_obstacle(self, load: Load, batch: Any) -> str:
         """Why the module cannot be called block by block, or "": it is called as a whole, once, and

@@ -78,25 +78,24 @@ def start_from(config: DareConfig) -> DareConfig:
 
 def explain_unmatched(row: TensorPlan | None, is_tied: bool, config: DareConfig) -> str:
     """Why a matrix is not to be matched, or "". row: of the plan; None: it has none of its own."""
-    if row is not None and not row.settings.lambda_coeff:
-        return STILL
     if row is None:
         return MANY
+    if not row.settings.lambda_coeff:
+        return STILL
     if is_tied:
         return TIED
     if row.quantised or not row.merged or not row.finetuned:
         return NOT_MERGED
-    chosen = [row.rule.matched if row.rule else None, config.matched]
-    wanted = next((each for each in chosen if each is not None), True)
-    return "" if wanted else EXCLUDED
+    own = row.rule.matched if row.rule else None
+    matched = config.matched if own is None else own
+    return EXCLUDED if matched is False else ""
 
 
 def find_tied(module: nn.Module) -> set[str]:
     """Parameters that more than one module uses."""
-    uses: dict[int, list[str]] = {}
-    for name, each in module.named_parameters(remove_duplicate=False):
-        uses.setdefault(id(each), []).append(name)
-    return {name for names in uses.values() if len(names) > 1 for name in names}
+    named = list(module.named_parameters(remove_duplicate=False))
+    uses = Counter(id(each) for _, each in named)
+    return {name for name, each in named if uses[id(each)] > 1}
 
 
 @contextmanager
@@ -287,6 +286,17 @@ class Enough(Exception):
 
 
 @contextmanager
+def hooked(modules: Mapping[str, nn.Module], hook: Callable[..., Tensor | None]) -> Iterator[None]:
+    """hook: called with each module's name, the module, its inputs and its output."""
+    hooks = [each.register_forward_hook(partial(hook, name)) for name, each in modules.items()]
+    try:
+        yield
+    finally:
+        for each in hooks:
+            each.remove()
+
+
+@contextmanager
 def seen(matrices: dict[str, nn.Module], stops: bool) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
     """What comes into matrices, and what they give. stops: end the forward after the last."""
     found: dict[str, tuple[Tensor, Tensor]] = {}
@@ -298,37 +308,24 @@ def seen(matrices: dict[str, nn.Module], stops: bool) -> Iterator[dict[str, tupl
         if is_last:
             raise Enough
 
-    hooks = [module.register_forward_hook(partial(note, name)) for name, module in matrices.items()]
     try:
-        yield found
+        with hooked(matrices, note):
+            yield found
     except Enough as enough:
         enough.__traceback__ = None  # it holds what was computed on the way
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
+@dataclass
 class Walk:
     """Matches a network with examples, segment by segment."""
 
-    def __init__(
-        self,
-        network: Network,
-        load: Load,
-        participants: Sequence[Participant],
-        *,
-        ridge: float,
-        excluded: Callable[[str], str],
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
-        """excluded: why a matrix is not to be matched, or "". check: raises what should stop it."""
-        self.network = network
-        self.load = load
-        self.participants = participants
-        self.ridge = ridge
-        self.excluded = excluded
-        self.check = check
-        self.solved_before: dict[str, Tensor] = {}  # outside the blocks
+    network: Network
+    load: Load
+    participants: Sequence[Participant]
+    ridge: float
+    excluded: Callable[[str], str]  # why a matrix is not to be matched, or ""
+    check: Callable[[], None] = lambda: None  # raises what should stop it
+    solved_before: dict[str, Tensor] = field(default_factory=dict)  # outside the blocks
 
     @property
     def matching(self) -> list[Participant]:
@@ -361,7 +358,7 @@ class Walk:
 
     def call(self, segment: Segment, weights: dict[str, Tensor], batch: Any, known: Any) -> Any:
         self.check()
-        return self.network.call(segment, weights, batch, move(known, self.network.device))
+        return self.network.call(segment, weights, batch, known)
 
     def find_stages(
         self, segment: Segment, merged: dict[str, Tensor], result: Matched
@@ -378,28 +375,23 @@ class Walk:
                 result.left[name] = reason
             else:
                 wanted[name] = module
-        hooks = [
-            module.register_forward_pre_hook(
-                lambda _, inputs, name=name: calls.append((name, inputs[0]))
-            )
-            for name, module in wanted.items()
-        ]
+
+        def note(name: str, _: nn.Module, inputs: Any, __: Tensor) -> None:
+            calls.append((name, inputs[0]))
+
         stream = self.matching[0].streams[0]
-        try:
+        with hooked(wanted, note):
             self.call(segment, merged, stream.batch, stream.merged)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        names = [name for name, _ in calls]
-        counts = Counter(inputs.shape[:-1].numel() for _, inputs in calls)
-        rows = counts.most_common(1)[0][0] if calls else 0
+        uses = Counter(name for name, _ in calls)
+        sizes = Counter(inputs.shape[:-1].numel() for _, inputs in calls)
+        rows = max(sizes, key=sizes.__getitem__, default=0)
+        result.left |= {name: NO_INPUT for name in wanted if name not in uses}
         stages: list[tuple[Tensor, dict[str, nn.Module]]] = []
-        for name in wanted:
-            if name not in names:
-                result.left[name] = NO_INPUT
         for name, inputs in calls:
-            if names.count(name) > 1 or inputs.shape[:-1].numel() != rows:
-                result.left[name] = OFTEN if names.count(name) > 1 else ELSEWHERE
+            if uses[name] > 1:
+                result.left[name] = OFTEN
+            elif inputs.shape[:-1].numel() != rows:
+                result.left[name] = ELSEWHERE
             elif stages and stages[-1][0] is inputs:
                 stages[-1][1][name] = wanted[name]
             else:
@@ -492,22 +484,18 @@ class Walk:
         """
         if len(stage) > 1 or not 0 <= segment.number < len(self.network.blocks):
             return 0.0
-        [module] = stage.values()
         stream = self.matching[0].streams[0]
         plain = first_tensor(self.call(segment, merged, stream.batch, stream.merged))
         pushed: list[Tensor] = []
 
-        def push(_: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        def push(_: str, __: nn.Module, inputs: Any, output: Tensor) -> Tensor:
             generator = torch.Generator(output.device).manual_seed(0)
             noise = torch.randn(output.shape, generator=generator, device=output.device)
             pushed.append(noise * (NUDGE * output.std()))
             return output + pushed[0]
 
-        hook = module.register_forward_hook(push)
-        try:
+        with hooked(stage, push):
             moved = first_tensor(self.call(segment, merged, stream.batch, stream.merged)) - plain
-        finally:
-            hook.remove()
         nudge = pushed[0]
         if nudge.numel() != moved.numel():
             return 0.0

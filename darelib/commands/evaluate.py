@@ -11,7 +11,7 @@ from darelib.commands.options import SHARED, Flags, MergerClass, Options, make_m
 from darelib.commands.report import Report, Section, Table
 from darelib.config import Group
 from darelib.core.text import ConfigError, printable, shorten_names
-from darelib.run import load_trials
+from darelib.run import load_matching
 
 if TYPE_CHECKING:
     from darelib.core.interrupts import Interrupts
@@ -111,7 +111,7 @@ def judge_models(
     """others: models to judge; none: the merge that the plan describes."""
     if not any(model.parts[0].examples for model in inputs):
         raise ConfigError("nothing judges the models", "give --examples FILE..., one for each")
-    found = load_trials().judge(plan, inputs, others, interrupts)
+    found = load_matching().judge(plan, inputs, others, interrupts)
     names = shorten_names([model.name for model in (*inputs, *others)])
     return EvaluationReport((*names, *(() if others else (MERGE,))), **vars(found))
 

@@ -2,7 +2,7 @@
 chosen by that.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Self, TypeAlias
 
@@ -42,13 +42,9 @@ class JudgedFile:
     def title(self) -> str:
         return self.name if self.kind == ROWS else f"{self.name} ({self.kind})"
 
-    @property
-    def size(self) -> str:
-        unit = {ANSWERS: "tokens of answers", TOKENS: "tokens", ROWS: "rows"}[self.kind]
-        return f"{count_of(self.examples, 'example')}, {self.tokens:,} {unit}"
-
     def __str__(self) -> str:
-        return f"{self.name}: {self.size}"
+        unit = {ANSWERS: "tokens of answers", TOKENS: "tokens", ROWS: "rows"}[self.kind]
+        return f"{self.name}: {count_of(self.examples, 'example')}, {self.tokens:,} {unit}"
 
 
 class Cost(NamedTuple):
@@ -116,40 +112,37 @@ def find_rivals(models: Sequence[Costs], best: int) -> list[int]:
     return [k for k, share in enumerate(beaten) if k != best and share >= DOUBT]
 
 
-def find_doubts(files: Sequence[JudgedFile]) -> list[str]:
+def find_doubts(files: Sequence[JudgedFile]) -> Iterator[str]:
     few = [
         file.name
         for file in files
         if file.examples < FEW_EXAMPLES or (file.kind != ROWS and file.tokens < FEW_TOKENS)
     ]
-    if not few:
-        return []
-    return [
-        f"{list_names(few)} judge by fewer than {FEW_EXAMPLES} examples or {FEW_TOKENS:,} tokens: "
-        "small differences mean nothing; give more examples, a larger --max-examples or --held-out"
-    ]
+    if few:
+        yield (
+            f"{list_names(few)} judge by fewer than {FEW_EXAMPLES} examples or {FEW_TOKENS:,} "
+            "tokens: small differences mean nothing; give more examples, a larger --max-examples "
+            "or --held-out"
+        )
 
 
-def explain_best(names: Sequence[str], models: Sequence[Costs]) -> list[str]:
+def explain_best(names: Sequence[str], models: Sequence[Costs]) -> str:
     """Which of several models is best, and whether that is sure. names: the base's is the first."""
-    if len(models) < 2:
-        return []
     best = int(np.argmin([find_cost(costs) for costs in models]))
     rivals = [names[k] for k in find_rivals(models, best)]
     doubt = f"; it cannot be told apart from {list_names(rivals)}" if rivals else ""
-    return [f"of those that are judged and the base, {names[best]!r} is the best{doubt}"]
+    return f"of those that are judged and the base, {names[best]!r} is the best{doubt}"
 
 
-def find_disorder(files: Sequence[JudgedFile], base: Costs, owners: Costs) -> list[str]:
+def find_disorder(files: Sequence[JudgedFile], base: Costs, owners: Costs) -> Iterator[str]:
     """Files on which their own model is no better than the base. owners: the models' own costs."""
     rows = zip(files, base, owners, strict=True)
     wrong = [f.name for f, before, own in rows if f.kind == ANSWERS and own.mean >= before.mean]
-    if not wrong:
-        return []
-    return [
-        f"on {list_names(wrong)}, the fine-tune whose examples these should be is no better than "
-        "the base: are the files in another order than the models, or of another task?"
-    ]
+    if wrong:
+        yield (
+            f"on {list_names(wrong)}, the fine-tune whose examples these should be is no better "
+            "than the base: are the files in another order than the models, or of another task?"
+        )
 
 
 @dataclass(frozen=True)
@@ -177,7 +170,7 @@ class LambdaChoice:
 
     @property
     def warnings(self) -> list[str]:
-        found = find_doubts(self.files)
+        found = list(find_doubts(self.files))
         ends = {min(self.tried)[0]: "smaller", max(self.tried)[0]: "larger"}
         if self.chosen in ends:
             found.append(

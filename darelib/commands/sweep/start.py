@@ -21,7 +21,7 @@ from darelib.models.inputs import check_unchanged
 from darelib.models.source import download
 from darelib.output.new_files import make_scratch
 from darelib.requests.configfile import pin_tokenizer
-from darelib.run import load_in_memory, load_trials
+from darelib.run import load_in_memory, load_matching
 
 EXAMPLES: Final = "examples"  # that judge, in place of an evaluation
 
@@ -127,7 +127,7 @@ def judge_by_examples(
     """Merges are judged as they are made, and never written."""
     from darelib.output.judged import find_cost
 
-    with load_trials().open_trials(config, inputs, Interrupts(), folder) as trials:
+    with load_matching().open_trials(config, inputs, Interrupts(), folder) as trials:
 
         def score(config: DareConfig | None, trial: Any, _: str) -> Any:
             check_unchanged(inputs)

@@ -342,10 +342,9 @@ class Models:
         skills = files[:count]
         costs = [list_costs(row[:count]) for row in scores]
         owners = [costs[1 + k][k] for k in range(count)]
-        remarks = [
-            *find_disorder(skills, costs[0], owners),
-            *explain_best(["base", *others], [costs[0], *costs[1 + count :]]),
-        ]
+        remarks = list(find_disorder(skills, costs[0], owners))
+        if others:
+            remarks.append(explain_best(["base", *others], [costs[0], *costs[1 + count :]]))
         choice = None
         if len(merges) > 1:
             choice = LambdaChoice.of(LAMBDAS, [row[:count] for row in tried], skills)

@@ -199,10 +199,8 @@ class Network:
         }
         matrices: dict[str, nn.Module] = {}
         others: dict[str, str] = {}
-        for each in parameters:
-            module, weight = owners.get(each, (None, None))
-            if module is None or weight is None:
-                continue
+        for each in (name for name in parameters if name in owners):  # all but buffers
+            module, weight = owners[each]
             if is_matrix(module) and each.rpartition(".")[2] == "weight":
                 matrices[each] = module
             elif weight.dim() < 2:

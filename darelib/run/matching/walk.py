@@ -194,12 +194,11 @@ class Matched:
 
 
 def summarize(results: Sequence[Matched]) -> MatchReport:
-    left: dict[str, dict[str, None]] = {}  # names, each once
-    for result in results:
-        for name, why in result.left.items():
-            left.setdefault(why, {})[name] = None
     done = {name for result in results for name in result.solved}
-    kept = {why: tuple(n for n in names if n not in done) for why, names in left.items()}
+    left: dict[str, list[str]] = {}
+    for name, why in {name: why for each in results for name, why in each.left.items()}.items():
+        if name not in done:
+            left.setdefault(why, []).append(name)
     blocks = [
         BlockMatch(
             name=result.name,
@@ -215,7 +214,7 @@ def summarize(results: Sequence[Matched]) -> MatchReport:
         blocks=tuple(blocks),
         before=find_ratio(sum(result.before for result in results), wanted),
         after=find_ratio(sum(result.after for result in results), wanted),
-        left={why: names for why, names in kept.items() if names},
+        left={why: tuple(names) for why, names in left.items()},
     )
 
 

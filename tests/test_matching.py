@@ -299,6 +299,23 @@ def test_a_matrix_that_is_not_used_once_by_every_token_stays() -> None:
     assert find_changed(Odd(), make_states(Odd()), BATCHES) == ["plain.weight"]
 
 
+class Around(Tower):
+    """A matrix that is used before the blocks and after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return self.head(self.side(self.blocks(self.side(self.embed(x)))))
+
+
+def test_a_matrix_that_is_used_on_both_sides_of_the_blocks_stays() -> None:
+    module = Around()
+    changed = find_changed(module, make_states(module), BATCHES)
+    assert changed == [f"{name}.weight" for name in MATRICES]
+
+
 class Guided(Tower):
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         x = self.embed(x)

@@ -187,13 +187,12 @@ def make_streams(tokens: Sequence[Tokens], most: int) -> list[Stream]:
     """
     streams: list[Stream] = []
     batch: list[Tokens] = []
-    for each in [*sorted(tokens, key=lambda each: -len(each.ids)), None]:
-        if batch and (each is None or (len(batch) + 1) * len(batch[0].ids) > most):
+    for each in sorted(tokens, key=lambda each: -len(each.ids)):
+        if batch and (len(batch) + 1) * len(batch[0].ids) > most:
             streams.append(make_stream(batch))
             batch = []
-        if each is not None:
-            batch.append(each)
-    return streams
+        batch.append(each)
+    return [*streams, make_stream(batch)]
 
 
 def make_stream(batch: Sequence[Tokens]) -> Stream:

@@ -76,25 +76,6 @@ class SolvedModel(Checkpoint):
         view[:] = self.raw[start : start + len(view)].data
 
 
-def place_solved(tensor: TensorPlan, solved: SolvedModel, number: int) -> TensorPlan:
-    """A row of the plan, of which the model of this number is the only one."""
-    info = solved.tensors[tensor.name]
-    settings = TensorSettings(
-        method=DEFAULT,
-        thinnings=(Thinning(),) * (number + 1),
-        weights=(1.0,) * (number + 1),
-        normalize=False,
-        lambda_coeff=tensor.settings.lambda_coeff,
-    )
-    return replace(
-        tensor,
-        finetuned=((number, info),),
-        mask_names=(tensor.name,),
-        settings=settings,
-        spec=choose_kernel(DEFAULT, tensor.base, [info], tensor.spec.output),
-    )
-
-
 class MatchedOutput:
     """A matched merge, on its way into files."""
 
@@ -128,11 +109,26 @@ class MatchedOutput:
         return replace(plan, matching=report, warnings=warnings), self.outcomes
 
     def _write(self, row: TensorPlan, solved: Tensor, output: Output) -> None:
-        """Write what was solved, and note its digest."""
+        """Write what was solved, as if a last model were the only one, and note its digest."""
         model = SolvedModel(row.name, solved)
         plan = self.order.plan
-        placed = place_solved(row, model, len(plan.seeds))
-        part = replace(plan, tensors=(placed,), seeds=(*plan.seeds, 0))
+        seeds = (*plan.seeds, 0)
+        info = model.tensors[row.name]
+        settings = TensorSettings(
+            method=DEFAULT,
+            thinnings=(Thinning(),) * len(seeds),
+            weights=(1.0,) * len(seeds),
+            normalize=False,
+            lambda_coeff=row.settings.lambda_coeff,
+        )
+        placed = replace(
+            row,
+            finetuned=((len(plan.seeds), info),),
+            mask_names=(row.name,),
+            settings=settings,
+            spec=choose_kernel(DEFAULT, row.base, [info], row.spec.output),
+        )
+        part = replace(plan, tensors=(placed,), seeds=seeds)
 
         def note(job: Job, outcome: Outcome | None) -> None:
             if outcome:
@@ -348,7 +344,7 @@ class Trials:
             # The oldest merges are forgotten, if another one might not fit beside them.
             most = min(SPOOLED, shutil.disk_usage(self.folder).free)
             while 2 * sum(each.size for each in self._spools.values()) > most:
-                del self._spools[next(iter(self._spools))]
+                self._spools.pop(next(iter(self._spools))).close()
             spool = Spool(self.folder)
             if models.config.matches:
                 models.match_into(spool.__setitem__, enlist(self.used))

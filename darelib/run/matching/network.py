@@ -30,6 +30,7 @@ START, BASE = -2, -1  # the merged model before it is matched; the base
 VECTORS = "norms and biases"
 EMBEDDINGS = "embeddings"
 OTHERS = "no plain matrices"
+OFTEN = "used more than once"
 WHOLE = -2  # the number of a segment that is all of the module
 BEFORE = -1  # of the one before the first block
 
@@ -171,7 +172,9 @@ class Network:
         buffers = [name for name, _ in model.named_buffers() if name in stored]
         self.names = [*(name for name, _ in model.named_parameters()), *buffers]
         self.own = [name for name in self.names if not name.startswith(tuple(self.prefixes))]
-        self._before = self._after = self.own  # what is needed there
+        # What is needed there: all of it after the blocks, until that is known.
+        self._before: list[str] = []
+        self._after = self.own
         self._places: list[int] = []  # by block: of the hidden states among what it is given
         # The arguments of one block, by batch: all but the hidden states stay the same.
         self._cached: tuple[int, dict[int, Any]] = WHOLE, {}
@@ -202,7 +205,10 @@ class Network:
         for each in (name for name in parameters if name in owners):  # all but buffers
             module, weight = owners[each]
             if is_matrix(module) and each.rpartition(".")[2] == "weight":
-                matrices[each] = module
+                if self.blocks and each in self._before and each in self._after:
+                    others[each] = OFTEN
+                else:
+                    matrices[each] = module
             elif weight.dim() < 2:
                 others[each] = VECTORS
             else:

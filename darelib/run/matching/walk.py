@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
@@ -32,6 +34,7 @@ from darelib.output.matched import BlockMatch, MatchReport, find_ratio
 from darelib.plan.tensorplan import TensorPlan
 from darelib.run.matching.network import (
     BASE,
+    OFTEN,
     START,
     WHOLE,
     Load,
@@ -46,7 +49,6 @@ from darelib.run.matching.network import (
 
 # Why a matrix stays as it is.
 NO_INPUT: Final = "nothing came into them"
-OFTEN: Final = "used more than once"
 ELSEWHERE: Final = "not every token came into them"
 NOT_FINITE: Final = "no finite solution"
 STILL: Final = "lambda is 0"
@@ -324,7 +326,6 @@ class Walk:
     ridge: float
     excluded: Callable[[str], str]  # why a matrix is not to be matched, or ""
     check: Callable[[], None] = lambda: None  # raises what should stop it
-    solved_before: dict[str, Tensor] = field(default_factory=dict)  # outside the blocks
 
     @property
     def matching(self) -> list[Participant]:
@@ -340,7 +341,6 @@ class Walk:
         merged = self.network.take(self.load, START, segment.parameters)
         still = [name for name in segment.parameters if self.excluded(name) == STILL]
         merged |= self.network.take(self.load, BASE, still)
-        merged |= {name: each for name, each in self.solved_before.items() if not is_block}
         stages = self.find_stages(segment, merged, result)
         loaded = {}
         if stages and (is_block or segment.number == WHOLE):  # of which each stage needs all
@@ -350,8 +350,6 @@ class Walk:
         for k, stage in enumerate(stages):
             self.solve_stage(segment, merged, stage, loaded, k == len(stages) - 1, result)
         self.advance(segment, merged, loaded)
-        if not is_block:
-            self.solved_before |= {name: merged[name] for name in result.solved}
         result.solved = {name: bring(merged[name]) for name in result.solved}
         return result
 
@@ -368,8 +366,6 @@ class Walk:
         for name, why in segment.others.items():
             result.left[name] = TIED if self.excluded(name) == TIED else why
         for name, module in segment.matrices.items():
-            if name in self.solved_before:
-                continue
             if reason := self.excluded(name):
                 result.left[name] = reason
             else:
@@ -495,7 +491,7 @@ class Walk:
 
         with hooked(stage, push):
             moved = first_tensor(self.call(segment, merged, stream.batch, stream.merged)) - plain
-        nudge = pushed[0]
+        [nudge] = pushed
         if nudge.numel() != moved.numel():
             return 0.0
         nudge = nudge.reshape(moved.shape)
@@ -508,13 +504,11 @@ class Walk:
     ) -> None:
         """Let all examples pass through a segment."""
         is_end = segment.number in (len(self.network.blocks), WHOLE)
-        last = START
-        own: dict[str, Tensor] = {}
-        for participant in sorted(self.participants, key=lambda each: each.who):
-            if participant.who != last:
-                own = self.take(segment, participant.who, loaded)
-                last = participant.who
-            for stream in participant.streams:
+        ordered = sorted(self.participants, key=attrgetter("who"))
+        for who, some in groupby(ordered, attrgetter("who")):
+            own = self.take(segment, who, loaded)
+            pairs = ((each, stream) for each in some for stream in each.streams)
+            for participant, stream in pairs:
                 given = stream.following
                 stream.following = None
                 if given is None:
@@ -533,10 +527,7 @@ class Walk:
     def take(
         self, segment: Segment, who: int, loaded: dict[int, dict[str, Tensor]]
     ) -> dict[str, Tensor]:
-        known = loaded.get(who)
-        if known is None:
-            known = self.load(who, segment.parameters)
-        return self.network.widen(known)
+        return self.network.widen(loaded.get(who) or self.load(who, segment.parameters))
 
     def choose(self, inputs: Tensor, tokens: Tensor | None) -> tuple[Tensor, Any]:
         """The rows that count, and which they are: all, or those that are no padding."""

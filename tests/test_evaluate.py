@@ -242,7 +242,7 @@ def test_the_merge_is_made_once_and_calls_grow_with_lambdas_alone(
     monkeypatch.setattr(Inputs, "make", count_made)
     found = []
     for lambdas in (LAMBDAS[:2], LAMBDAS[:6]):
-        for room in ("judging", "matched_files", "trials"):
+        for room in ("judging", "models"):
             monkeypatch.setattr(f"darelib.run.matching.{room}.LAMBDAS", lambdas)
         calls.clear()
         made.clear()
@@ -507,7 +507,7 @@ def test_a_full_disk_is_said(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("darelib.run.matching.model_files.TemporaryFile", lambda **_: Full())
+    monkeypatch.setattr("darelib.run.matching.models.TemporaryFile", lambda **_: Full())
     own = ["--lambda", "auto", "-o", tmp_path / "out"] if verb == "merge" else []
     refused(1, "No space left on device", verb, *llama.flags, *own,
             "--examples", *llama.examples)  # fmt: skip

@@ -150,19 +150,17 @@ def test_only_results_are_printed(house: Path, capfd: pytest.CaptureFixture[str]
     [
         ("lm-eval:twoo", 2, ("lm-eval has no task 'twoo'", "did you mean two?")),
         ("lm-eval:brier", 2, ("a lower brier_score is better", "--objectives brier:min")),
-        ("lm-eval:bare", 2, ("no metric of its own", "'two', 'three'")),
+        ("lm-eval:bare", 2, ("without a metric of its own", "'two', 'three'")),
         ("lm-eval:one,pair,two", 1, ("cannot load", "Duplicate task 'two'")),
         ("lm-eval:lost", 1, ("lm-eval cannot load 'lost'",)),
         ("lm-eval:the_one", 2, ("is a tag", "'one'")),
         ("lm-eval:one --objective on:max", 1, ("no score 'on'",)),
         ("lm-eval:one --base coded", 1, ("cannot score the base", "contains custom code")),
-        ("lm-eval:one --base file.safetensors", 1, ("needs a model's directory",)),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused_before_anything_is_merged(
     house: Path, refused: Refusal, flags: str, status: int, words: tuple[str, ...]
 ) -> None:
-    shutil.copy(house / "math" / "model.safetensors", "file.safetensors")
     coded = Path(shutil.copytree(house / "base", "coded"))  # it comes with code
     config = read_json(coded / "config.json") | {"model_type": "own"}
     config["auto_map"] = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}

@@ -299,6 +299,23 @@ def test_a_matrix_that_is_not_used_once_by_every_token_stays() -> None:
     assert find_changed(Odd(), make_states(Odd()), BATCHES) == ["plain.weight"]
 
 
+class Around(Tower):
+    """A matrix that is used before the blocks and after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return self.head(self.side(self.blocks(self.side(self.embed(x)))))
+
+
+def test_a_matrix_that_is_used_on_both_sides_of_the_blocks_stays() -> None:
+    module = Around()
+    changed = find_changed(module, make_states(module), BATCHES)
+    assert changed == [f"{name}.weight" for name in MATRICES]
+
+
 class Guided(Tower):
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         x = self.embed(x)
@@ -315,7 +332,7 @@ class Mixed(Tower):
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [(Guided, "more of its weights than hidden states"), (Mixed, "more than its last block")],
+    [(Guided, "more than hidden states of the one before"), (Mixed, "more than its last block")],
 )
 def test_a_module_that_cannot_be_walked_by_blocks_is_matched_as_a_whole(
     kind: type[Tower], reason: str, caplog: pytest.LogCaptureFixture

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from dare import DareMerger
+from darelib.run.matching.matched_files import Trials
 from darelib.run.matching.model_files import Inputs
 from darelib.run.matching.network import START
-from darelib.run.matching.trials import Trials
 from tests.house import NEAR, House, find_cost, hold_out, numbers_in, read_lines
 from tests.support import Capture, Patch, run, slow
 

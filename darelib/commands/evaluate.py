@@ -11,7 +11,7 @@ from darelib.commands.options import SHARED, Flags, MergerClass, Options, make_m
 from darelib.commands.report import Report, Section, Table
 from darelib.config import Group
 from darelib.core.text import ConfigError, printable, shorten_names
-from darelib.run import load_trials
+from darelib.run import load_matching
 
 if TYPE_CHECKING:
     from darelib.core.interrupts import Interrupts
@@ -53,7 +53,7 @@ class EvaluationReport(Report):
 
     def find_worst(self, scores: Scores) -> int:
         """The file on which a model is furthest from its owner."""
-        return max(range(len(scores)), key=lambda k: scores[k].mean(scores[k].divergence))
+        return max(range(len(scores)), key=lambda k: scores[k].as_dict()["divergence"] or 0.0)
 
     def parts(self) -> list[Section]:
         rows = [["", *(printable(file.title) for file in self.files)]]
@@ -62,7 +62,7 @@ class EvaluationReport(Report):
             cells = [format_score(score, k == worst) for k, score in enumerate(scores)]
             rows.append([printable(name), *cells])
         lines = [
-            f"({LOSS if self.scores[0][0].loss is not None else ''}{LEGEND})",
+            f"({LOSS if self.scores[0][0].as_dict()['loss'] is not None else ''}{LEGEND})",
             *map(str, self.files),
             *([str(self.choice)] if self.choice else []),
             *self.remarks,
@@ -111,7 +111,7 @@ def judge_models(
     """others: models to judge; none: the merge that the plan describes."""
     if not any(model.parts[0].examples for model in inputs):
         raise ConfigError("nothing judges the models", "give --examples FILE..., one for each")
-    found = load_trials().judge(plan, inputs, others, interrupts)
+    found = load_matching().judge(plan, inputs, others, interrupts)
     names = shorten_names([model.name for model in (*inputs, *others)])
     return EvaluationReport((*names, *(() if others else (MERGE,))), **vars(found))
 

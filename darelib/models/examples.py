@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -12,7 +13,6 @@ from darelib.models.tensorfile import explain_os_error, file_sha256
 
 T = TypeVar("T")
 CHOICE: Final = 42  # the seed that chooses, where there are more than are used
-MAX_LINE: Final = 1 << 24  # bytes: far more than any example has
 FORMS: Final = (
     'an example is a line of JSON like {"prompt": "...", "completion": "..."}, or with "messages", '
     '"text" or "input_ids"; in a .txt file, empty lines divide examples'
@@ -107,9 +107,7 @@ def read_examples(path: Path, count: int, tokens: int) -> Examples:
         raise explain_os_error(error, str(path), "check the path after --examples") from None
     if not found:
         raise DareError(f"there are no examples in {name!r}", FORMS)
-    chosen: Sequence[int] = range(len(found))
-    if len(found) > count:
-        chosen = choose_some(len(found), count)
+    chosen = choose_some(len(found), min(count, len(found)))
     return Examples(name, digest, tuple(found[k] for k in chosen), tokens)
 
 
@@ -132,9 +130,7 @@ def divide(whole: Sequence[T], share: float) -> tuple[list[T], list[T]]:
 
 def read_lines(path: Path) -> Iterator[Mapping[str, Any]]:
     with path.open(encoding="utf-8-sig") as file:
-        number = 0
-        while line := file.readline(MAX_LINE):
-            number += 1
+        for number, line in enumerate(file, 1):
             if line.strip():
                 yield read_line(line, f"{as_text(path.name)!r}, line {number}")
 
@@ -155,16 +151,10 @@ def read_line(line: str, where: str) -> Mapping[str, Any]:
 
 
 def read_paragraphs(path: Path) -> Iterator[Mapping[str, Any]]:
-    lines: list[str] = []
     with path.open(encoding="utf-8-sig") as file:
-        for line in file:
-            if line.strip():
-                lines.append(line)
-            elif lines:
+        for is_empty, lines in groupby(file, lambda line: not line.strip()):
+            if not is_empty:
                 yield {"text": "".join(lines)}
-                lines = []
-    if lines:
-        yield {"text": "".join(lines)}
 
 
 READERS: Final[Mapping[str, Callable[[Path], Iterator[Mapping[str, Any]]]]] = {

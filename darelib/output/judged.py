@@ -2,9 +2,9 @@
 chosen by that.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Self, TypeAlias
+from typing import Final, NamedTuple, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,60 +42,59 @@ class JudgedFile:
     def title(self) -> str:
         return self.name if self.kind == ROWS else f"{self.name} ({self.kind})"
 
-    @property
-    def size(self) -> str:
-        unit = {ANSWERS: "tokens of answers", TOKENS: "tokens", ROWS: "rows"}[self.kind]
-        return f"{count_of(self.examples, 'example')}, {self.tokens:,} {unit}"
-
     def __str__(self) -> str:
-        return f"{self.name}: {self.size}"
+        unit = {ANSWERS: "tokens of answers", TOKENS: "tokens", ROWS: "rows"}[self.kind]
+        return f"{self.name}: {count_of(self.examples, 'example')}, {self.tokens:,} {unit}"
+
+
+class Cost(NamedTuple):
+    """What a good model has little of, by example."""
+
+    sums: Array
+    tokens: Array  # over how many
+
+    @property
+    def mean(self) -> float:
+        return float(self.sums.sum() / max(1.0, self.tokens.sum()))
 
 
 @dataclass(frozen=True)
 class Score:
     """Of a model, on one file: sums over the tokens of each example, losses in bits."""
 
+    kind: str
     tokens: Array
-    loss: Array | None  # None: nothing says what is right
+    loss: Array
     same: Array  # tokens whose likeliest successor is the fine-tune's
     divergence: Array  # of what the fine-tune expects from what the model expects (KL)
 
-    def mean(self, sums: Array) -> float:
-        return find_mean(sums, self.tokens)
-
-    def cost(self, file: JudgedFile) -> Array:
-        """What a good model has little of."""
-        return self.loss if file.kind == ANSWERS and self.loss is not None else self.divergence
+    @property
+    def cost(self) -> Cost:
+        """The loss on answers, or the distance from the fine-tune where none are marked."""
+        return Cost(self.loss if self.kind == ANSWERS else self.divergence, self.tokens)
 
     def as_dict(self) -> dict[str, float | None]:
+        loss, agreement, divergence = (
+            Cost(sums, self.tokens).mean for sums in (self.loss, self.same, self.divergence)
+        )
+        has_loss = self.kind != ROWS  # else nothing says what is right
         return {
-            "loss": None if self.loss is None else self.mean(self.loss),
-            "agreement": self.mean(self.same),
-            "divergence": self.mean(self.divergence),
+            "loss": loss if has_loss else None,
+            "agreement": agreement,
+            "divergence": divergence,
         }
 
 
 Scores: TypeAlias = Sequence[Score]  # of a model, by file
-# By file, of each example: what a good model has little of, and over how many tokens.
-Costs: TypeAlias = Sequence[tuple[Array, Array]]
+Costs: TypeAlias = Sequence[Cost]
 
 
-def list_costs(scores: Scores, files: Sequence[JudgedFile]) -> Costs:
-    """Losses on answers, or distances from the fine-tune where none are marked."""
-    pairs = zip(scores, files, strict=True)
-    return [(score.cost(file), score.tokens) for score, file in pairs]
-
-
-def find_mean(sums: Array, tokens: Array) -> float:
-    return float(sums.sum() / max(1.0, tokens.sum()))
-
-
-def find_means(costs: Costs) -> list[float]:
-    return [find_mean(sums, tokens) for sums, tokens in costs]
+def list_costs(scores: Scores) -> Costs:
+    return [score.cost for score in scores]
 
 
 def find_cost(costs: Costs) -> float:
-    return float(np.mean(find_means(costs)))
+    return float(np.mean([cost.mean for cost in costs]))
 
 
 def find_rivals(models: Sequence[Costs], best: int) -> list[int]:
@@ -106,47 +105,44 @@ def find_rivals(models: Sequence[Costs], best: int) -> list[int]:
     found = np.zeros((DRAWS, len(models)))
     for k, (_, tokens) in enumerate(models[best]):
         drawn = random.multinomial(len(tokens), np.full(len(tokens), 1 / len(tokens)), DRAWS)
-        sums = np.stack([costs[k][0] for costs in models], axis=1)
+        sums = np.stack([costs[k].sums for costs in models], axis=1)
         with np.errstate(invalid="ignore"):  # infinite costs, which are never drawn
             found += drawn @ sums / np.maximum(1, drawn @ tokens)[:, None]
     beaten = (found <= found[:, [best]]).mean(axis=0)
     return [k for k, share in enumerate(beaten) if k != best and share >= DOUBT]
 
 
-def find_doubts(files: Sequence[JudgedFile]) -> list[str]:
+def find_doubts(files: Sequence[JudgedFile]) -> Iterator[str]:
     few = [
         file.name
         for file in files
         if file.examples < FEW_EXAMPLES or (file.kind != ROWS and file.tokens < FEW_TOKENS)
     ]
-    if not few:
-        return []
-    return [
-        f"{list_names(few)} judge by fewer than {FEW_EXAMPLES} examples or {FEW_TOKENS:,} tokens: "
-        "small differences mean nothing; give more examples, a larger --max-examples or --held-out"
-    ]
+    if few:
+        yield (
+            f"{list_names(few)} judge by fewer than {FEW_EXAMPLES} examples or {FEW_TOKENS:,} "
+            "tokens: small differences mean nothing; give more examples, a larger --max-examples "
+            "or --held-out"
+        )
 
 
-def explain_best(names: Sequence[str], models: Sequence[Costs]) -> list[str]:
+def explain_best(names: Sequence[str], models: Sequence[Costs]) -> str:
     """Which of several models is best, and whether that is sure. names: the base's is the first."""
-    if len(models) < 2:
-        return []
     best = int(np.argmin([find_cost(costs) for costs in models]))
     rivals = [names[k] for k in find_rivals(models, best)]
     doubt = f"; it cannot be told apart from {list_names(rivals)}" if rivals else ""
-    return [f"of those that are judged and the base, {names[best]!r} is the best{doubt}"]
+    return f"of those that are judged and the base, {names[best]!r} is the best{doubt}"
 
 
-def find_disorder(files: Sequence[JudgedFile], base: Costs, owners: Costs) -> list[str]:
+def find_disorder(files: Sequence[JudgedFile], base: Costs, owners: Costs) -> Iterator[str]:
     """Files on which their own model is no better than the base. owners: the models' own costs."""
-    pairs = zip(files, find_means(base), find_means(owners), strict=True)
-    wrong = [file.name for file, before, own in pairs if file.kind == ANSWERS and own >= before]
-    if not wrong:
-        return []
-    return [
-        f"on {list_names(wrong)}, the fine-tune whose examples these should be is no better than "
-        "the base: are the files in another order than the models, or of another task?"
-    ]
+    rows = zip(files, base, owners, strict=True)
+    wrong = [f.name for f, before, own in rows if f.kind == ANSWERS and own.mean >= before.mean]
+    if wrong:
+        yield (
+            f"on {list_names(wrong)}, the fine-tune whose examples these should be is no better "
+            "than the base: are the files in another order than the models, or of another task?"
+        )
 
 
 @dataclass(frozen=True)
@@ -162,7 +158,7 @@ class LambdaChoice:
     def of(
         cls, lambdas: Sequence[float], models: Sequence[Scores], files: Sequence[JudgedFile]
     ) -> Self:
-        costs = [list_costs(scores, files) for scores in models]
+        costs = [list_costs(scores) for scores in models]
         means = [find_cost(each) for each in costs]
         best = int(np.argmin(means))
         return cls(
@@ -174,7 +170,7 @@ class LambdaChoice:
 
     @property
     def warnings(self) -> list[str]:
-        found = find_doubts(self.files)
+        found = list(find_doubts(self.files))
         ends = {min(self.tried)[0]: "smaller", max(self.tried)[0]: "larger"}
         if self.chosen in ends:
             found.append(

@@ -59,15 +59,8 @@ def estimate_matching(plan: Any, inputs: Any) -> Any:
     return load_matching().estimate(plan, inputs) if has_examples else None
 
 
-def load_trials() -> ModuleType:
-    """What judges merges by examples."""
-    load_matching()  # without what it needs, it says so
-    from darelib.run.matching import trials
-
-    return trials
-
-
 def load_matching() -> ModuleType:
+    """What matches, judges and tries merges of files by examples."""
     try:
         from darelib.run.matching import matched_files
     except ModuleNotFoundError as error:

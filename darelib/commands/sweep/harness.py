@@ -6,14 +6,13 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from difflib import get_close_matches
 from io import StringIO
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
 from darelib.commands.sweep.scores import EvaluationFailed, Objective
-from darelib.core.text import ConfigError, DareError, install_hint, list_names
+from darelib.core.text import ConfigError, DareError, install_hint, list_names, nearest
 
 PREFIX: Final = "lm-eval:"
 SCORE: Final = "score"  # the mean over what the user names
@@ -36,8 +35,6 @@ class Harness:
     def __call__(self, model: Any, _: Any) -> dict[str, float]:
         import torch
 
-        if Path(model).is_file():
-            raise EvaluationFailed("lm-eval needs a model's directory, with its tokenizer")
         problem = ""
         with quiet():
             try:
@@ -126,11 +123,7 @@ def load_tasks(manager: Any, names: Sequence[str]) -> dict[str, Any]:
     import transformers
 
     if odd := next((name for name in names if name not in manager.task_index), None):
-        close = get_close_matches(odd, manager.all_tasks, n=1)
-        raise ConfigError(
-            f"lm-eval has no task {odd!r}",
-            f"did you mean {close[0]}?" if close else "'lm-eval ls tasks' lists them",
-        )
+        raise ConfigError(f"lm-eval has no task {odd!r}", nearest(odd, manager.all_tasks))
     transformers.set_seed(SEED)
     try:
         return manager.load(names)
@@ -144,21 +137,17 @@ def load_tasks(manager: Any, names: Sequence[str]) -> dict[str, Any]:
 def find_metric(name: str, tasks: Mapping[str, Any], is_averaged: bool) -> str:
     """The main metric of a task or a group: the first that it lists."""
     group = tasks["groups"].get(name)
-    if group is None and name not in tasks["tasks"]:
-        raise ConfigError(
-            f"{name!r} is a tag of lm-eval", f"name tasks: {list_names([*tasks['tasks']])}"
-        )
-    if group is not None:
-        members = group.get_all_tasks()
+    task = tasks["tasks"].get(name)
+    if group:
         metrics = [each.metric for each in group.aggregate_metric_list or ()]
     else:
-        members = [tasks["tasks"][name]]
-        metrics = list(members[0].aggregation())
+        metrics = list(task.aggregation()) if task else []
     if not metrics:
         raise ConfigError(
-            f"the group {name!r} of lm-eval has no metric of its own",
-            f"name some of its tasks: {list_names(group.child_names)}",
+            f"{name!r} of lm-eval is a tag, or a group without a metric of its own",
+            f"name tasks: {list_names([*tasks['tasks']])}",
         )
+    members = group.get_all_tasks() if group else [task]
     if is_averaged and any(each.higher_is_better().get(metrics[0]) is False for each in members):
         raise ConfigError(
             f"of {name!r}, a lower {metrics[0]} is better, so that it has no part in a mean score",

@@ -349,12 +349,12 @@ class Search:
             return []
         import numpy as np
 
-        from darelib.output.judged import find_rivals
+        from darelib.output.judged import Cost, find_rivals
 
         costs = []
         for number in numbers:
             files = [file for skill, file in known[number].items() if name in (TOTAL, skill)]
-            costs.append([(np.array(sums), np.array(tokens)) for sums, tokens in files])
+            costs.append([Cost(*map(np.array, file)) for file in files])
         return [numbers[k] for k in find_rivals(costs, numbers.index(best))]
 
     def _score_averages(self, best: DareConfig) -> list[ScoredMerge]:

@@ -5,6 +5,7 @@ import dataclasses
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +22,7 @@ from darelib.models.inputs import check_unchanged
 from darelib.models.source import download
 from darelib.output.new_files import make_scratch
 from darelib.requests.configfile import pin_tokenizer
-from darelib.run import load_in_memory, load_trials
+from darelib.run import load_in_memory, load_matching
 
 EXAMPLES: Final = "examples"  # that judge, in place of an evaluation
 
@@ -73,7 +74,8 @@ def sweep_models(
         template = merger.chat_template and merger.chat_template.name
         facts = [merger.tokenizer.name, template, *(each.fingerprint for each in inputs)]
         if score is None:
-            with judge_by_examples(quiet, inputs, folder, list_skills(merger)) as judged:
+            with load_matching().open_trials(quiet, inputs, Interrupts(), folder) as trials:
+                judged = partial(judge_by_examples, trials, inputs, list_skills(merger))
                 return Search(choices, judged, how, name, facts).run()
         if not is_in_memory:
             with prepare_folder(folder, keep_models) as place:
@@ -120,23 +122,23 @@ def check_judged(merger: Merger, given: Mapping[str, Any]) -> None:
         )
 
 
-@contextmanager
 def judge_by_examples(
-    config: DareConfig, inputs: Sequence[Checkpoint], folder: Path, skills: Sequence[str]
-) -> Iterator[Score]:
-    """Merges are judged as they are made, and never written."""
-    from darelib.output.judged import find_cost, find_means
+    trials: Any,
+    inputs: Sequence[Checkpoint],
+    skills: Sequence[str],
+    config: DareConfig | None,
+    trial: Any,
+    _: str,
+) -> dict[str, float]:
+    """A merge is judged as it is made, and never written."""
+    from darelib.output.judged import find_cost
 
-    with load_trials().open_trials(config, inputs, Interrupts(), folder) as trials:
-
-        def score(config: DareConfig | None, trial: Any, _: str) -> Any:
-            check_unchanged(inputs)
-            costs = trials.score(config)
-            found = [[sums.tolist(), each.tolist()] for sums, each in costs]
-            trial.set_user_attr(COSTS, dict(zip(skills, found, strict=True)))
-            return {TOTAL: find_cost(costs), **dict(zip(skills, find_means(costs), strict=True))}
-
-        yield score
+    check_unchanged(inputs)
+    costs = trials.score(config)
+    named = dict(zip(skills, costs, strict=True))
+    found = {name: [sums.tolist(), each.tolist()] for name, (sums, each) in named.items()}
+    trial.set_user_attr(COSTS, found)
+    return {TOTAL: find_cost(costs)} | {name: cost.mean for name, cost in named.items()}
 
 
 def name_models(names: Sequence[str]) -> list[str]:

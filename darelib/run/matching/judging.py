@@ -8,7 +8,8 @@ In memory at a time: a block of a model, and what the last block gives for each 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -16,32 +17,25 @@ import torch
 from torch import Tensor, nn
 
 from darelib.config import DareConfig
-from darelib.output.judged import Score, Scores
+from darelib.output.judged import ANSWERS, ROWS, TOKENS, JudgedFile, Score, Scores
 from darelib.run.matching.network import (
     Load,
     Network,
-    Segment,
     Weights,
     first_tensor,
-    move,
     put_aside,
 )
-from darelib.run.matching.walk import Stream, flatten
+from darelib.run.matching.walk import Stream
 
 # Of the lambdas that are tried: from far too small to far too large.
 LAMBDAS: Final = (0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.2, 1.5, 2.0, 2.5)
-ROWS: Final = 256  # tokens that are compared at a time: each has as many numbers as words
+CHUNK: Final = 256  # tokens that are compared at a time: each has as many numbers as words
 REMEMBERED: Final = 1 << 29  # bytes of what fine-tunes expect, which all models are compared with
 # The weights of several models, one after the other, for some of the module's names.
 Make: TypeAlias = Callable[[Sequence[str]], Iterable[Weights]]
-Known: TypeAlias = list[list[Any]]  # what the last block gave, by file and batch
-
-
-class Test(NamedTuple):
-    """The examples of one model, or of the base, by which all are judged."""
-
-    who: int
-    streams: list[Stream]
+# Examples in batches, by the number of the model whose they are.
+Streams: TypeAlias = dict[int, list[Stream]]
+Known: TypeAlias = dict[int, list[Any]]  # what the last block gave for each batch
 
 
 class Picked(NamedTuple):
@@ -58,17 +52,22 @@ class Judge:
         self,
         network: Network,
         load: Load,
-        tests: Sequence[Test],
-        advance: Callable[[], None] = lambda: None,
+        tests: Streams,
+        titles: Mapping[int, str],
+        advance: Callable[[], None],
     ) -> None:
-        """advance: called for each segment of each model; it may raise what stops all."""
+        """titles: what the examples are called. advance: called for each segment of each model; it
+        may raise what stops all.
+        """
         self.network = network
         self.load = load
         self.tests = tests
+        self.titles = titles
         self.advance = advance
+        self.end = network.segments[-1]
         # What the fine-tunes themselves make of their examples.
-        self.own = [self._follow(self.only(test.who), [test]) for test in tests]
-        self._wanted: dict[tuple[int, int], Picked] = {}  # what they expect, by test and batch
+        self.own = {who: self._follow(self.only(who), {who: tests[who]})[0] for who in tests}
+        self._wanted: dict[tuple[int, int], Picked] = {}  # what they expect, by batch
 
     def only(self, who: int) -> Make:
         return lambda names: [self.load(who, names)]
@@ -76,80 +75,84 @@ class Judge:
     def score_one(self, who: int) -> Scores:
         return self.score(self.only(who))[0]
 
-    def score_owners(self) -> list[Score]:
+    def score_owners(self) -> Scores:
         """What the fine-tunes score on their own examples."""
-        end = self.network.segments[-1]
         return [
-            self._add_up(t, (compare_rows(each, each) for each in self._list_wanted(end, t)))
-            for t in range(len(self.tests))
+            self._add_up(who, (compare_rows(each, each) for each in self._list_wanted(who)))
+            for who in self.tests
         ]
 
     def score(self, make: Make) -> list[Scores]:
         """The scores of models, by model and test."""
         reached = self._follow(make, self.tests)
-        end = self.network.segments[-1]
         found: list[Scores] = []
-        for k, weights in enumerate(make(end.parameters)):
-            known = reached[k] if reached else self._start(self.tests)
+        for k, weights in enumerate(make(self.end.parameters)):
             widened = self.network.widen(weights)
-            found.append([self._compare(end, widened, t, known[t]) for t in range(len(known))])
+            found.append([self._compare(widened, who, reached[k][who]) for who in self.tests])
             self.advance()
         return found
 
-    @staticmethod
-    def _start(tests: Sequence[Test]) -> Known:
-        return [[None] * len(test.streams) for test in tests]
+    def describe(self, scores: Scores) -> tuple[JudgedFile, ...]:
+        """The examples, as they were judged."""
+        return tuple(
+            JudgedFile(self.titles[who], len(each.tokens), int(each.tokens.sum()), each.kind)
+            for who, each in zip(self.tests, scores, strict=True)
+        )
 
-    def _follow(self, make: Make, tests: Sequence[Test]) -> list[Known]:
-        """What the last block gives, by model. Nothing for a module that is one segment."""
-        reached: list[Known] = []
+    def _follow(self, make: Make, tests: Streams) -> dict[int, Known]:
+        """What the last block gives, by model: nothing yet for a module that is one segment."""
+        reached: dict[int, Known] = defaultdict(
+            lambda: {who: [None] * len(streams) for who, streams in tests.items()}
+        )
         for segment in self.network.segments[:-1]:
             for k, weights in enumerate(make(segment.parameters)):
-                if k == len(reached):
-                    reached.append(self._start(tests))
                 widened = self.network.widen(weights)
-                for test, known in zip(tests, reached[k], strict=True):
-                    for b, stream in enumerate(test.streams):
-                        known[b] = put_aside(self._call(segment, widened, stream, known[b]))
+                for who, streams in tests.items():
+                    known = reached[k][who]
+                    for b, stream in enumerate(streams):
+                        known[b] = put_aside(
+                            self.network.call(segment, widened, stream.batch, known[b])
+                        )
                 self.advance()
         return reached
 
-    def _call(self, segment: Segment, weights: Weights, stream: Stream, known: Any) -> Any:
-        return self.network.call(segment, weights, stream.batch, move(known, self.network.device))
+    def _compare(self, weights: Weights, who: int, known: Sequence[Any]) -> Score:
+        """A model's score on the examples of another. known: what its last block gave."""
+        parts = []
+        for stream, mine, theirs in zip(
+            self.tests[who], known, self._list_wanted(who), strict=True
+        ):
+            output = self.network.call(self.end, weights, stream.batch, mine)
+            parts.append(compare_rows(pick_rows(output, stream), theirs))
+        return self._add_up(who, parts)
 
-    def _compare(self, end: Segment, weights: Weights, t: int, known: Sequence[Any]) -> Score:
-        """A model's score on the examples of a test. known: what its last block gave."""
-        test = self.tests[t]
-        wanted = self._list_wanted(end, t)
-        pairs = zip(test.streams, known, wanted, strict=True)
-        return self._add_up(
-            t,
-            (
-                compare_rows(pick_rows(self._call(end, weights, stream, mine), stream), theirs)
-                for stream, mine, theirs in pairs
-            ),
-        )
-
-    def _add_up(self, t: int, parts: Iterable[tuple[Tensor, ...]]) -> Score:
+    def _add_up(self, who: int, parts: Iterable[tuple[Tensor, ...]]) -> Score:
         sums = [torch.cat(each).numpy() for each in zip(*parts, strict=True)]
-        tokens, loss, same, divergence = sums
-        is_judged = all(stream.answers is not None for stream in self.tests[t].streams)
-        return Score(tokens, loss if is_judged else None, same, divergence)
+        return Score(find_kind(self.tests[who]), *sums)
 
-    def _list_wanted(self, end: Segment, t: int) -> Iterator[Picked]:
-        """What the owner of a test expects, batch by batch: remembered, so far as there is room."""
-        test = self.tests[t]
+    def _list_wanted(self, who: int) -> Iterator[Picked]:
+        """What the owner of examples expects, batch by batch: remembered, so far as there is
+        room.
+        """
         own: Weights = {}
-        theirs = self.own[t][0][0] if self.own[t] else [None] * len(test.streams)
-        for b, (stream, known) in enumerate(zip(test.streams, theirs, strict=True)):
-            wanted = self._wanted.get((t, b))
+        pairs = zip(self.tests[who], self.own[who][who], strict=True)
+        for b, (stream, known) in enumerate(pairs):
+            wanted = self._wanted.get((who, b))
             if wanted is None:
-                own = own or self.network.take(self.load, test.who, end.parameters)
-                wanted = pick_rows(self._call(end, own, stream, known), stream)
+                own = own or self.network.take(self.load, who, self.end.parameters)
+                wanted = pick_rows(self.network.call(self.end, own, stream.batch, known), stream)
                 held = sum(each.logits.nbytes for each in self._wanted.values())
                 if held + wanted.logits.nbytes <= REMEMBERED:
-                    self._wanted[t, b] = wanted
+                    self._wanted[who, b] = wanted
             yield wanted
+
+
+def find_kind(streams: Sequence[Stream]) -> str:
+    """What is judged of examples."""
+    if streams[0].answers is None:
+        return ROWS
+    prompts = [each.tokens & ~each.answers for each in streams]  # type: ignore[operator]
+    return ANSWERS if any(prompt[:, 1:].any() for prompt in prompts) else TOKENS
 
 
 def list_lambdas(config: DareConfig) -> list[DareConfig]:
@@ -160,27 +163,25 @@ def list_lambdas(config: DareConfig) -> list[DareConfig]:
 def pick_rows(output: Any, stream: Stream) -> Picked:
     """Where a model is judged: before each answer's tokens, or wherever the output has a row."""
     logits = output.logits if hasattr(output, "logits") else first_tensor(output)
-    count = len(logits)
-    if stream.answers is None:
+    wanted = None
+    if stream.answers is not None:
+        logits = logits[:, :-1]
+        chosen = stream.answers[:, 1:]
+        wanted = stream.batch["input_ids"][:, 1:][chosen].to(logits.device)
+    else:
         # On the CPU, where sums are taken, whatever torch's default device is.
-        owners = torch.arange(count, device="cpu")
-        owners = owners.repeat_interleave(logits[0].numel() // logits.shape[-1])
-        rows = flatten(logits)
-        if stream.tokens is not None and stream.tokens.numel() == len(rows):
-            keep = stream.tokens.reshape(-1)
-            rows, owners = rows[keep.to(rows.device)], owners[keep.cpu()]
-        return Picked(rows, None, owners, count)
-    chosen = stream.answers[:, 1:]
-    wanted = stream.batch["input_ids"][:, 1:][chosen]
-    rows = logits[:, :-1][chosen.to(logits.device)]
-    return Picked(rows, wanted.to(rows.device), chosen.nonzero()[:, 0], count)
+        chosen = torch.ones(logits.shape[:-1], dtype=torch.bool, device="cpu")
+        if stream.tokens is not None and stream.tokens.numel() == chosen.numel():
+            chosen = stream.tokens.reshape(chosen.shape).cpu()
+    rows = logits[chosen.to(logits.device)]
+    return Picked(rows, wanted, chosen.nonzero()[:, 0], len(chosen))
 
 
 def compare_rows(mine: Picked, own: Picked) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """By example: tokens, and sums of the loss, of what is the same, and of the divergence."""
     columns: tuple[list[Tensor], ...] = [], [], []
-    for start in range(0, len(mine.logits), ROWS):
-        part = slice(start, start + ROWS)
+    for start in range(0, len(mine.logits), CHUNK):
+        part = slice(start, start + CHUNK)
         given, expected = (
             nn.functional.log_softmax(each.logits[part].float(), -1) for each in (mine, own)
         )

@@ -1,5 +1,5 @@
 """Models of the Hugging Face ecosystem: the module that a configuration describes, without weights;
-its names for them; its tokenizer, and examples as batches of tokens.
+its tokenizer, and examples as batches of tokens.
 
 No code that comes with a checkpoint is run, and nothing is looked for on the Hub.
 """
@@ -7,16 +7,15 @@ No code that comes with a checkpoint is run, and nothing is looked for on the Hu
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 
 from darelib.core.text import LOG, DareError, count_of
 from darelib.models.directories import CONFIG_FILE
@@ -78,86 +77,6 @@ def make_module(folder: Path, name: str) -> Any:
             "check its config.json, or merge without examples",
         ) from None
     return module.float()
-
-
-class Names:
-    """What a module calls the tensors of a checkpoint, and how it makes its parameters of them:
-    transformers renames some when it loads them, and stacks the experts of mixtures.
-    """
-
-    def __init__(self, module: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """shapes: of the checkpoint's tensors, by name."""
-        self.module = module
-        self._groups: dict[str, list[str]] = {}  # tensors that go together, by what they become
-        self._patterns: dict[str, str] = {}  # by tensor, where it is converted
-        self._converters: dict[str, Any] = {}
-        wanted = {name for name, _ in module.named_parameters()}
-        place = self._name_as_loaded() if wanted - shapes.keys() else lambda name: (name, None)
-        for name in shapes:
-            group, pattern = place(name)
-            self._groups.setdefault(group, []).append(name)
-            if pattern:
-                self._patterns[name] = pattern
-        empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-        made = {group: self._convert(group, empty) for group in self._groups}
-        # By parameter: what it becomes part of.
-        self._owners = {parameter: group for group, found in made.items() for parameter in found}
-        if lost := sorted(wanted - self._owners.keys()):
-            raise DareError(
-                f"the base has no tensor for {lost[0]!r} of the module that transformers makes",
-                "install another version of transformers, or merge without examples",
-            )
-
-    def _name_as_loaded(self) -> Callable[[str], tuple[str, str | None]]:
-        try:
-            from transformers import conversion_mapping, core_model_loading
-
-            steps = conversion_mapping.get_model_conversion_mapping(self.module)
-            renamings = [e for e in steps if isinstance(e, core_model_loading.WeightRenaming)]
-            converters = [e for e in steps if isinstance(e, core_model_loading.WeightConverter)]
-            rename = core_model_loading.rename_source_key
-        except (ImportError, AttributeError):
-            raise DareError(
-                "this version of transformers cannot say how it loads the model",
-                "install transformers 5, or merge without examples",
-            ) from None
-        self._converters = {k: each for each in converters for k in each.source_patterns}
-        state = self.module.state_dict()
-        prefix = self.module.base_model_prefix
-        return lambda name: rename(name, renamings, converters, prefix, state)
-
-    def _convert(self, group: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The parameters that some tensors become."""
-        names = self._groups[group]
-        if names[0] not in self._patterns:
-            return {group: tensors[names[0]]}
-        converter = copy.deepcopy(self._converters[self._patterns[names[0]]])
-        for name in sorted(names, key=natural):
-            converter.add_tensor(group, name, self._patterns[name], tensors[name])
-        made = converter.convert(group, model=self.module, config=self.module.config)
-        return {name: each[0] if isinstance(each, list) else each for name, each in made.items()}
-
-    def find_tensor(self, parameter: str) -> str:
-        """The one tensor that a parameter is; "": it is made of several, or of a part of one."""
-        names = self._groups.get(self._owners.get(parameter, ""), [])
-        return names[0] if len(names) == 1 and names[0] not in self._patterns else ""
-
-    def list_tensors(self, parameters: Iterable[str]) -> list[str]:
-        """All that some parameters are made of."""
-        groups = dict.fromkeys(self._owners[each] for each in parameters if each in self._owners)
-        return [name for group in groups for name in self._groups[group]]
-
-    def assemble(
-        self, parameters: Iterable[str], tensors: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        groups = dict.fromkeys(self._owners[each] for each in parameters if each in self._owners)
-        made = [self._convert(group, tensors) for group in groups]
-        return {name: each for found in made for name, each in found.items()}
-
-
-def natural(name: str) -> list[tuple[int, str]]:
-    """Names in the order of the numbers in them."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
 class Tokens(NamedTuple):
@@ -268,13 +187,12 @@ def make_streams(tokens: Sequence[Tokens], most: int) -> list[Stream]:
     """
     streams: list[Stream] = []
     batch: list[Tokens] = []
-    for each in [*sorted(tokens, key=lambda each: -len(each.ids)), None]:
-        if batch and (each is None or (len(batch) + 1) * len(batch[0].ids) > most):
+    for each in sorted(tokens, key=lambda each: -len(each.ids)):
+        if batch and (len(batch) + 1) * len(batch[0].ids) > most:
             streams.append(make_stream(batch))
             batch = []
-        if each is not None:
-            batch.append(each)
-    return streams
+        batch.append(each)
+    return [*streams, make_stream(batch)]
 
 
 def make_stream(batch: Sequence[Tokens]) -> Stream:

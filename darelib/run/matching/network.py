@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from typing import Any, TypeAlias
 
 import torch
@@ -29,6 +30,7 @@ START, BASE = -2, -1  # the merged model before it is matched; the base
 VECTORS = "norms and biases"
 EMBEDDINGS = "embeddings"
 OTHERS = "no plain matrices"
+OFTEN = "used more than once"
 WHOLE = -2  # the number of a segment that is all of the module
 BEFORE = -1  # of the one before the first block
 
@@ -70,8 +72,7 @@ def find_blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
         known = all(type(block).__name__ in kinds for block in blocks)
         called = not any(isinstance(block, nn.ModuleList | nn.ModuleDict) for block in blocks)
         full = all(sum(map(is_matrix, block.modules())) > 1 for block in blocks)
-        apart = len({*blocks}) == len(blocks)
-        if apart and called and (known or full) and len(blocks) > max(1, len(found[1])):
+        if called and (known or full) and len(blocks) > max(1, len(found[1])):
             found = name, blocks
     return found
 
@@ -151,14 +152,11 @@ def find_tensors(tree: Any) -> list[Tensor]:
     return [each for each in pytree.tree_leaves(tree) if isinstance(each, Tensor)]
 
 
-def find_depending(tree: Any) -> list[int]:
-    """The places of what has a gradient."""
-    leaves = enumerate(pytree.tree_leaves(tree))
-    return [place for place, each in leaves if isinstance(each, Tensor) and each.requires_grad]
-
-
-def is_constant(each: Any) -> bool:
-    return each is None or isinstance(each, Tensor | bool | int | float | str | torch.dtype)
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two arguments are the same, so far as that can be known."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return one is other or (isinstance(one, bool | int | float | str) and one == other)
 
 
 def first_tensor(tree: Any) -> Tensor:
@@ -175,13 +173,12 @@ class Network:
         buffers = [name for name, _ in model.named_buffers() if name in stored]
         self.names = [*(name for name, _ in model.named_parameters()), *buffers]
         self.own = [name for name in self.names if not name.startswith(tuple(self.prefixes))]
-        self._before = self._after = self.own  # what is needed there
-        # By block: the place of the hidden states among what it is given. A block that is not here
-        # has them otherwise than the one before it gave them, or what depends on them.
-        self._places: dict[int, int] = {}
+        # What is needed there: all of it after the blocks, until that is known.
+        self._before: list[str] = []
+        self._after = self.own
+        self._places: list[int] = []  # by block: of the hidden states among what it is given
         # The arguments of one block, by batch: all but the hidden states stay the same.
         self._cached: tuple[int, dict[int, Any]] = WHOLE, {}
-        self._changing: set[int] = set()  # blocks that are given what calls may change: caches
         self._at = WHOLE  # the block at which to stop
         self._known: Any = None  # what the last block that is done gave
         self._watch: Callable[[int, Any], Any] | None = None  # what runs blocks, where all are run
@@ -206,12 +203,13 @@ class Network:
         }
         matrices: dict[str, nn.Module] = {}
         others: dict[str, str] = {}
-        for each in parameters:
-            module, weight = owners.get(each, (None, None))
-            if module is None or weight is None:
-                continue
+        for each in (name for name in parameters if name in owners):  # all but buffers
+            module, weight = owners[each]
             if is_matrix(module) and each.rpartition(".")[2] == "weight":
-                matrices[each] = module
+                if self.blocks and each in self._before and each in self._after:
+                    others[each] = OFTEN
+                else:
+                    matrices[each] = module
             elif weight.dim() < 2:
                 others[each] = VECTORS
             else:
@@ -239,12 +237,6 @@ class Network:
             for module, mode in modes.items():
                 module.training = mode
 
-    def join(self) -> None:
-        """From now on, it is one segment."""
-        for block, forward in zip(self.blocks, self._forwards, strict=True):
-            block.forward = forward
-        self.blocks, self.prefixes = [], []
-
     def _enter(self, k: int, *args: Any, **kwargs: Any) -> Any:
         if self._watch:
             return self._watch(k, (args, kwargs))
@@ -265,6 +257,7 @@ class Network:
 
     def call(self, segment: Segment, weights: Weights, batch: Any, known: Any) -> Any:
         """What a segment gives. known: what the one before it gave."""
+        known = move(known, self.device)
         if 0 <= segment.number < len(self.blocks):
             arguments = self._find_arguments(segment.number, batch, known)
             return self._run_block(segment.number, weights, arguments)
@@ -276,9 +269,7 @@ class Network:
         return functional_call(self.model, weights, *split_batch(move(batch, self.device)))
 
     def _find_arguments(self, k: int, batch: Any, known: Any) -> Any:
-        if k not in self._places:
-            return self.reach(k, batch, copy_tensors(known), self.make_empty())
-        if self._cached[0] != k or k in self._changing:
+        if self._cached[0] != k:
             self._cached = k, {}
         kept = self._cached[1]
         if id(batch) not in kept:
@@ -311,18 +302,18 @@ class Network:
             return reached.arguments
 
     def choose_way(self, load: Load, batch: Any) -> None:
-        """By blocks, if the module can be called so; else as a whole."""
-        if not self.blocks:
-            return
-        if reason := self.find_obstacle(load, batch):
+        """By blocks, if the module can be called so; else as a whole, as one segment."""
+        if self.blocks and (reason := self.find_obstacle(load, batch)):
             LOG.warning(f"the model is matched as a whole, which takes longer: {reason}")
-            self.join()
+            for block, forward in zip(self.blocks, self._forwards, strict=True):
+                block.forward = forward
+            self.blocks, self.prefixes = [], []
 
     def find_obstacle(self, load: Load, batch: Any) -> str:
         """Why the module cannot be called block by block, or "": it is called as a whole, once, and
         then as the walk would, with what its blocks gave.
         """
-        calls: list[tuple[int, Any, Any]] = []
+        calls: list[tuple[int, list[Any], Any]] = []
         inside = [each for block in self.blocks for each in block.parameters()]
         if len({*map(id, inside)}) < len(inside):
             return "its blocks share weights"
@@ -330,9 +321,7 @@ class Network:
         def watch(k: int, arguments: Any) -> Any:
             names = [name for name in self.names if name.startswith(self.prefixes[k])]
             given = self._run_block(k, self.take(load, BASE, names), copy_tensors(arguments))
-            if not all(map(is_constant, pytree.tree_leaves(arguments))):
-                self._changing.add(k)
-            calls.append((k, arguments, given))
+            calls.append((k, pytree.tree_leaves(arguments), given))
             return given
 
         weights = self.take(load, BASE, self.own)
@@ -343,17 +332,16 @@ class Network:
             self._watch = None
             if [k for k, _, _ in calls] != list(range(len(self.blocks))):
                 return "its blocks are not called one after the other"
+            known = None
+            for k, wanted, given in calls:
+                if not self._find_place(k, batch, known, wanted):
+                    return "its blocks are given more than hidden states of the one before"
+                known = given
             with torch.enable_grad():
                 empty = {name: each.requires_grad_() for name, each in self.make_empty().items()}
-                for k, arguments, _ in calls:
-                    known = calls[k - 1][2] if k else None
-                    if reason := self._compare(k, arguments, self.reach(k, batch, known, empty)):
-                        return reason
-                    if k:
-                        self._find_place(k, batch, known)
                 self._before = find_needed(self.reach(0, batch, None, empty), empty)
-                self._after = find_needed(self.call(after, empty, batch, calls[-1][2]), empty)
-            walked = self.call(after, weights, batch, calls[-1][2])
+                self._after = find_needed(self.call(after, empty, batch, known), empty)
+            walked = self.call(after, weights, batch, known)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # of a module that expects something else
@@ -361,35 +349,22 @@ class Network:
         finally:
             self._watch = None
         same = zip(find_tensors(whole), find_tensors(walked), strict=True)
-        is_same = all(torch.allclose(one, other, 1e-4, 1e-5) for one, other in same)
-        return "" if is_same else "its output depends on more than its last block"
+        are_near = all(torch.allclose(one, other, 1e-4, 1e-5) for one, other in same)
+        return "" if are_near else "its output depends on more than its last block"
 
-    def _compare(self, k: int, plain: Any, walked: Any) -> str:
-        """Why the arguments of a block are not the ones that it was given, if they are not."""
-        depending = find_depending(walked)
-        if len(depending) != (k == 0):
-            return "its blocks are given more of its weights than hidden states"
-        if k == 0:
-            [self._places[0]] = depending
-        tensors, others = find_tensors(walked), find_tensors(plain)
-        is_same = len(tensors) == len(others) and all(
-            one.requires_grad or torch.equal(one, other)
-            for one, other in zip(tensors, others, strict=True)
-        )
-        return "" if is_same else "its blocks are given what others have left"
-
-    def _find_place(self, k: int, batch: Any, known: Any) -> None:
-        """Note where a block is given what the block before it gave, as it is, and nothing else
-        depends on that.
+    def _find_place(self, k: int, batch: Any, known: Any, wanted: list[Any]) -> bool:
+        """Note where a block is given what the block before it gave. wanted: all its arguments. No
+        other may depend on that, on weights outside the blocks or on what blocks have left: the
+        rest is the same when it is reached with none of these.
         """
-        grown = pytree.tree_map(
-            lambda each: each.detach().requires_grad_() if isinstance(each, Tensor) else each, known
-        )
-        given = self.reach(k, batch, grown, self.make_empty())
-        places = find_depending(given)
-        passed = [pytree.tree_leaves(given)[place] is first_tensor(grown) for place in places]
-        if passed == [True] and k not in self._changing:
-            [self._places[k]] = places
+        other = copy_tensors(known)
+        for each in find_tensors(other):
+            each += 1
+        given = pytree.tree_leaves(self.reach(k, batch, other, self.make_empty()))
+        pairs = enumerate(zip_longest(given, wanted))
+        places = [place for place, (one, two) in pairs if not is_same(one, two)]
+        self._places += places
+        return len(places) == 1 and (k == 0 or given[places[0]] is first_tensor(other))
 
     def take(self, load: Load, who: int, names: Sequence[str]) -> dict[str, Tensor]:
         return self.widen(load(who, names))

@@ -16,12 +16,14 @@ left on the way.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, NamedTuple
+from itertools import groupby
+from operator import attrgetter
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +34,7 @@ from darelib.output.matched import BlockMatch, MatchReport, find_ratio
 from darelib.plan.tensorplan import TensorPlan
 from darelib.run.matching.network import (
     BASE,
+    OFTEN,
     START,
     WHOLE,
     Load,
@@ -46,7 +49,6 @@ from darelib.run.matching.network import (
 
 # Why a matrix stays as it is.
 NO_INPUT: Final = "nothing came into them"
-OFTEN: Final = "used more than once"
 ELSEWHERE: Final = "not every token came into them"
 NOT_FINITE: Final = "no finite solution"
 STILL: Final = "lambda is 0"
@@ -60,6 +62,7 @@ ROWS: Final = 4096  # of a matrix at a time: heads are large
 SMALLEST: Final = 1e-30  # of what comes in
 NUDGE: Final = 1e-2  # by which it is tried whether a block adds what its last matrix gives
 ADDED: Final = 1e-3  # how exactly
+JUDGED: Final = 2  # batches of each model's examples on which losses are measured
 
 
 def start_from(config: DareConfig) -> DareConfig:
@@ -77,42 +80,38 @@ def start_from(config: DareConfig) -> DareConfig:
 
 def explain_unmatched(row: TensorPlan | None, is_tied: bool, config: DareConfig) -> str:
     """Why a matrix is not to be matched, or "". row: of the plan; None: it has none of its own."""
-    if row is not None and not row.settings.lambda_coeff:
-        return STILL
     if row is None:
         return MANY
+    if not row.settings.lambda_coeff:
+        return STILL
     if is_tied:
         return TIED
     if row.quantised or not row.merged or not row.finetuned:
         return NOT_MERGED
-    chosen = [row.rule.matched if row.rule else None, config.matched]
-    wanted = next((each for each in chosen if each is not None), True)
-    return "" if wanted else EXCLUDED
+    own = row.rule.matched if row.rule else None
+    matched = config.matched if own is None else own
+    return EXCLUDED if matched is False else ""
 
 
 def find_tied(module: nn.Module) -> set[str]:
     """Parameters that more than one module uses."""
-    uses: dict[int, list[str]] = {}
-    for name, each in module.named_parameters(remove_duplicate=False):
-        uses.setdefault(id(each), []).append(name)
-    return {name for names in uses.values() if len(names) > 1 for name in names}
+    named = list(module.named_parameters(remove_duplicate=False))
+    uses = Counter(id(each) for _, each in named)
+    return {name for name, each in named if uses[id(each)] > 1}
 
 
 @contextmanager
 def explain_memory() -> Iterator[None]:
-    hint = "give a smaller --max-tokens or --max-examples, or a machine with more"
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise DareError(
-            "the GPU has too little memory to match the model",
-            f"{hint}; CUDA_VISIBLE_DEVICES= uses the CPU",
-        ) from None
-    except MemoryError:
-        raise DareError("there is too little memory to match the model", hint) from None
-    except RuntimeError as error:
-        if "allocate memory" in str(error):
-            raise DareError("there is too little memory to match the model", hint) from None
+    except (MemoryError, RuntimeError, IndexError) as error:
+        is_gpu = isinstance(error, torch.OutOfMemoryError)
+        if is_gpu or isinstance(error, MemoryError) or "allocate memory" in str(error):
+            raise DareError(
+                f"{'the GPU has' if is_gpu else 'there is'} too little memory to match the model",
+                "give a smaller --max-tokens or --max-examples, or a machine with more"
+                + ("; CUDA_VISIBLE_DEVICES= uses the CPU" if is_gpu else ""),
+            ) from None
         reason = " ".join(str(error).split())
         raise DareError(
             f"torch cannot call the model: {reason}",
@@ -137,9 +136,17 @@ class Participant:
     who: int
     streams: list[Stream]
     watches: bool = False  # whether it only goes along, and nothing is matched with it
-    losses: dict[str, list[tuple[float, int]]] = field(
-        default_factory=dict
-    )  # sums in bits, and of how many
+    # By whose output: sums of the loss on answers, in bits, and of how many.
+    losses: dict[str, list[tuple[float, int]]] = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def count(self) -> int:
+        """How many examples it has, where these are tokens."""
+        return sum(len(each.tokens) for each in self.streams if each.tokens is not None)
+
+    @property
+    def tokens(self) -> int:
+        return sum(int(each.tokens.sum()) for each in self.streams if each.tokens is not None)
 
     def judge(self, whose: str, output: Any, stream: Stream) -> None:
         """Note the loss on the answers."""
@@ -149,14 +156,31 @@ class Participant:
         ids = stream.batch["input_ids"][:, 1:].to(output.logits.device)[chosen]
         logits = output.logits[:, :-1][chosen].float()
         loss = nn.functional.cross_entropy(logits, ids, reduction="sum")
-        self.losses.setdefault(whose, []).append((float(loss) / math.log(2), len(ids)))
+        self.losses[whose].append((float(loss) / math.log(2), len(ids)))
 
-    def mean_loss(self, whose: str, batches: Iterable[int]) -> float | None:
-        """Of some batches. None: nothing was judged."""
-        known = self.losses.get(whose)
-        sums = [known[k] for k in batches] if known else []
-        count = sum(each for _, each in sums)
-        return sum(loss for loss, _ in sums) / count if count else None
+    def mean_loss(self, whose: str) -> float | None:
+        """None: nothing was judged."""
+        count = sum(each for _, each in self.losses[whose])
+        return sum(loss for loss, _ in self.losses[whose]) / count if count else None
+
+
+def enlist(used: Mapping[int, Sequence[Stream]]) -> list[Participant]:
+    """All whose examples match; then the base, once beside each of the others: both are judged on
+    some batches, of long examples and of short ones.
+    """
+    participants = []
+    watchers = []
+    for who, streams in used.items():
+        step = -(-len(streams) // JUDGED)
+        own = [
+            replace(stream, answers=None if k % step else stream.answers)
+            for k, stream in enumerate(streams)
+        ]
+        judged = [replace(stream) for stream in own if stream.answers is not None]
+        participants.append(Participant(who, own))
+        if judged and who != BASE:
+            watchers.append(Participant(BASE, judged, watches=True))
+    return [*participants, *watchers]
 
 
 @dataclass
@@ -172,12 +196,11 @@ class Matched:
 
 
 def summarize(results: Sequence[Matched]) -> MatchReport:
-    left: dict[str, dict[str, None]] = {}  # names, each once
-    for result in results:
-        for name, why in result.left.items():
-            left.setdefault(why, {})[name] = None
     done = {name for result in results for name in result.solved}
-    kept = {why: tuple(n for n in names if n not in done) for why, names in left.items()}
+    left: dict[str, list[str]] = {}
+    for name, why in {name: why for each in results for name, why in each.left.items()}.items():
+        if name not in done:
+            left.setdefault(why, []).append(name)
     blocks = [
         BlockMatch(
             name=result.name,
@@ -193,24 +216,18 @@ def summarize(results: Sequence[Matched]) -> MatchReport:
         blocks=tuple(blocks),
         before=find_ratio(sum(result.before for result in results), wanted),
         after=find_ratio(sum(result.after for result in results), wanted),
-        left={why: names for why, names in kept.items() if names},
+        left={why: tuple(names) for why, names in left.items()},
     )
-
-
-class Deviation(NamedTuple):
-    inputs: Tensor  # in the merged model, by rows
-    wanted: dict[str, Tensor]  # by matrix: what the model's own gives
-    missing: dict[str, Tensor]  # from that, in the merged model
 
 
 class Sums:
     """What is summed over the tokens of one model, or of all: for matrices with one input."""
 
-    def __init__(self, width: int, outputs: dict[str, int], device: torch.device) -> None:
+    def __init__(self, width: int, outputs: Mapping[str, int], device: torch.device) -> None:
         self.gram = torch.zeros(width, width, device=device)
         self.cross = {n: torch.zeros(rows, width, device=device) for n, rows in outputs.items()}
-        self.wanted = dict.fromkeys(outputs, 0.0)
-        self.before = dict.fromkeys(outputs, 0.0)
+        self.wanted = 0.0  # squares of what the matrices should give
+        self.before = 0.0  # of what is missing from that
         self.ridge = 0.0
         self.tokens = 0
 
@@ -218,13 +235,14 @@ class Sums:
         outputs = {name: len(each) for name, each in self.cross.items()}
         return Sums(len(self.gram), outputs, self.gram.device)
 
-    def add(self, pair: Deviation) -> None:
-        self.tokens += len(pair.inputs)
-        self.gram.addmm_(pair.inputs.T, pair.inputs)
-        for name, each in pair.missing.items():
-            self.cross[name].addmm_(each.T, pair.inputs)
-            self.before[name] += float(each.square().sum())
-            self.wanted[name] += float(pair.wanted[name].square().sum())
+    def add(self, inputs: Tensor, wanted: dict[str, Tensor], missing: dict[str, Tensor]) -> None:
+        """inputs: in the merged model, by rows. wanted, missing: of each matrix."""
+        self.tokens += len(inputs)
+        self.gram.addmm_(inputs.T, inputs)
+        for name, each in missing.items():
+            self.cross[name].addmm_(each.T, inputs)
+            self.before += float(each.square().sum())
+            self.wanted += float(wanted[name].square().sum())
 
     def include(self, model: Sums, ridge: float) -> None:
         """Add one model's sums, by the size of its inputs. Few tokens, more ridge."""
@@ -237,11 +255,11 @@ class Sums:
         self.gram.add_(model.gram, alpha=1 / size)
         for name, each in model.cross.items():
             self.cross[name].add_(each, alpha=1 / size)
-            self.before[name] += model.before[name] / size
-            self.wanted[name] += model.wanted[name] / size
+        self.before += model.before / size
+        self.wanted += model.wanted / size
 
     def solve(self) -> dict[str, Tensor]:
-        """The changes of the matrices; one that is not finite is for the caller to see."""
+        """The changes of the matrices. They are not finite where there is no solution."""
         system = self.gram.clone()
         system.diagonal().add_(self.ridge)
         if not system.is_cuda:  # where float64 is half as fast, not a small part of it
@@ -256,27 +274,27 @@ class Sums:
             for name, each in self.cross.items()
         }
 
-    def find_left(self, name: str, change: Tensor) -> float:
-        """The square of what is missing with a change C that solves C (gram + ridge) = cross."""
+    def find_gain(self, name: str, change: Tensor) -> float:
+        """By how much a change C that solves C (gram + ridge) = cross makes less what is missing:
+        its square.
+        """
         rows = zip(torch.split(change, ROWS), torch.split(self.cross[name], ROWS), strict=True)
-        gained = sum(float((own * (own * self.ridge + cross)).sum()) for own, cross in rows)
-        return max(0.0, self.before[name] - gained)
-
-
-def add_up(pairs: Iterable[Deviation | None], device: torch.device) -> Sums | None:
-    sums: Sums | None = None
-    for pair in pairs:
-        if pair is None:
-            return None
-        if sums is None:
-            sizes = {name: each.shape[1] for name, each in pair.wanted.items()}
-            sums = Sums(pair.inputs.shape[1], sizes, device)
-        sums.add(pair)
-    return sums
+        return sum(float((own * (own * self.ridge + cross)).sum()) for own, cross in rows)
 
 
 class Enough(Exception):
     """All that is wanted of a forward is seen."""
+
+
+@contextmanager
+def hooked(modules: Mapping[str, nn.Module], hook: Callable[..., Tensor | None]) -> Iterator[None]:
+    """hook: called with each module's name, the module, its inputs and its output."""
+    hooks = [each.register_forward_hook(partial(hook, name)) for name, each in modules.items()]
+    try:
+        yield
+    finally:
+        for each in hooks:
+            each.remove()
 
 
 @contextmanager
@@ -291,37 +309,23 @@ def seen(matrices: dict[str, nn.Module], stops: bool) -> Iterator[dict[str, tupl
         if is_last:
             raise Enough
 
-    hooks = [module.register_forward_hook(partial(note, name)) for name, module in matrices.items()]
     try:
-        yield found
+        with hooked(matrices, note):
+            yield found
     except Enough as enough:
         enough.__traceback__ = None  # it holds what was computed on the way
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
+@dataclass
 class Walk:
     """Matches a network with examples, segment by segment."""
 
-    def __init__(
-        self,
-        network: Network,
-        load: Load,
-        participants: Sequence[Participant],
-        *,
-        ridge: float,
-        excluded: Callable[[str], str],
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
-        """excluded: why a matrix is not to be matched, or "". check: raises what should stop it."""
-        self.network = network
-        self.load = load
-        self.participants = participants
-        self.ridge = ridge
-        self.excluded = excluded
-        self.check = check
-        self.solved_before: dict[str, Tensor] = {}  # outside the blocks
+    network: Network
+    load: Load
+    participants: Sequence[Participant]
+    ridge: float
+    excluded: Callable[[str], str]  # why a matrix is not to be matched, or ""
+    check: Callable[[], None] = lambda: None  # raises what should stop it
 
     @property
     def matching(self) -> list[Participant]:
@@ -337,7 +341,6 @@ class Walk:
         merged = self.network.take(self.load, START, segment.parameters)
         still = [name for name in segment.parameters if self.excluded(name) == STILL]
         merged |= self.network.take(self.load, BASE, still)
-        merged |= {name: each for name, each in self.solved_before.items() if not is_block}
         stages = self.find_stages(segment, merged, result)
         loaded = {}
         if stages and (is_block or segment.number == WHOLE):  # of which each stage needs all
@@ -347,14 +350,12 @@ class Walk:
         for k, stage in enumerate(stages):
             self.solve_stage(segment, merged, stage, loaded, k == len(stages) - 1, result)
         self.advance(segment, merged, loaded)
-        if not is_block:
-            self.solved_before |= {name: merged[name] for name in result.solved}
         result.solved = {name: bring(merged[name]) for name in result.solved}
         return result
 
     def call(self, segment: Segment, weights: dict[str, Tensor], batch: Any, known: Any) -> Any:
         self.check()
-        return self.network.call(segment, weights, batch, move(known, self.network.device))
+        return self.network.call(segment, weights, batch, known)
 
     def find_stages(
         self, segment: Segment, merged: dict[str, Tensor], result: Matched
@@ -365,35 +366,27 @@ class Walk:
         for name, why in segment.others.items():
             result.left[name] = TIED if self.excluded(name) == TIED else why
         for name, module in segment.matrices.items():
-            if name in self.solved_before:
-                continue
-            reason = "" if name in merged else "the model has no such tensor"
-            if reason := reason or self.excluded(name):
+            if reason := self.excluded(name):
                 result.left[name] = reason
             else:
                 wanted[name] = module
-        hooks = [
-            module.register_forward_pre_hook(
-                lambda _, inputs, name=name: calls.append((name, inputs[0]))
-            )
-            for name, module in wanted.items()
-        ]
+
+        def note(name: str, _: nn.Module, inputs: Any, __: Tensor) -> None:
+            calls.append((name, inputs[0]))
+
         stream = self.matching[0].streams[0]
-        try:
+        with hooked(wanted, note):
             self.call(segment, merged, stream.batch, stream.merged)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        names = [name for name, _ in calls]
-        counts = Counter(inputs.shape[:-1].numel() for _, inputs in calls)
-        rows = counts.most_common(1)[0][0] if calls else 0
+        uses = Counter(name for name, _ in calls)
+        sizes = Counter(inputs.shape[:-1].numel() for _, inputs in calls)
+        rows = max(sizes, key=sizes.__getitem__, default=0)
+        result.left |= {name: NO_INPUT for name in wanted if name not in uses}
         stages: list[tuple[Tensor, dict[str, nn.Module]]] = []
-        for name in wanted:
-            if name not in names:
-                result.left[name] = NO_INPUT
         for name, inputs in calls:
-            if names.count(name) > 1 or inputs.shape[:-1].numel() != rows:
-                result.left[name] = OFTEN if names.count(name) > 1 else ELSEWHERE
+            if uses[name] > 1:
+                result.left[name] = OFTEN
+            elif inputs.shape[:-1].numel() != rows:
+                result.left[name] = ELSEWHERE
             elif stages and stages[-1][0] is inputs:
                 stages[-1][1][name] = wanted[name]
             else:
@@ -414,18 +407,17 @@ class Walk:
         total: Sums | None = None
         for participant in self.matching:
             own = self.take(segment, participant.who, loaded)
-            pairs = self.compare(segment, own, merged, stage, participant, share, is_last)
-            sums = add_up(pairs, self.network.device)
+            sums = self.add_up(segment, own, merged, stage, participant, share, is_last)
             if sums is None:
                 result.left |= dict.fromkeys(stage, ELSEWHERE)
                 return
             total = total or sums.make_empty()
             total.include(sums, self.ridge)
-            del own, pairs, sums  # they are large
+            del own, sums  # they are large
         if total:
             self.apply(merged, stage, total, result)
 
-    def compare(
+    def add_up(
         self,
         segment: Segment,
         own: dict[str, Tensor],
@@ -434,11 +426,12 @@ class Walk:
         participant: Participant,
         share: float,
         is_last: bool,
-    ) -> Iterator[Deviation | None]:
-        """What the matrices of a stage are given and should give, batch by batch. None: other
-        tokens come into them in the merged model than in the participant's own.
+    ) -> Sums | None:
+        """What the matrices of a stage are given and should give. None: other tokens come into
+        them in the merged model than in the participant's own.
         """
         is_end = segment.number in (len(self.network.blocks), WHOLE)
+        sums: Sums | None = None
         for stream in participant.streams:
             with seen(stage, stops=not is_last) as wanted:
                 theirs = self.call(segment, own, stream.batch, stream.own)
@@ -446,34 +439,37 @@ class Walk:
                 ours = self.call(segment, merged, stream.batch, stream.merged)
             shapes = [{n: each[0].shape for n, each in s.items()} for s in (wanted, given)]
             if shapes[0] != shapes[1] or len(given) < len(stage):
-                yield None
-                return
+                return None
             inputs, keep = self.choose(next(iter(given.values()))[0], stream.tokens)
             if share:
                 [name] = stage
-                target = flatten(first_tensor(theirs))[keep] / share
-                missing = target - flatten(first_tensor(ours))[keep] / share
-                yield Deviation(inputs, {name: target}, {name: missing})
+                targets = {name: flatten(first_tensor(theirs))[keep] / share}
+                missing = {name: targets[name] - flatten(first_tensor(ours))[keep] / share}
             else:
                 targets = {name: flatten(each[1])[keep] for name, each in wanted.items()}
-                ours_of = {name: flatten(each[1])[keep] for name, each in given.items()}
-                yield Deviation(inputs, targets, {n: targets[n] - ours_of[n] for n in targets})
+                missing = {n: targets[n] - flatten(each[1])[keep] for n, each in given.items()}
+            if sums is None:
+                sizes = {name: each.shape[1] for name, each in targets.items()}
+                sums = Sums(inputs.shape[1], sizes, self.network.device)
+            sums.add(inputs, targets, missing)
             if is_last and not is_end:
                 stream.following = put_aside(theirs)
+        return sums
 
     def apply(
         self, merged: dict[str, Tensor], stage: dict[str, nn.Module], sums: Sums, result: Matched
     ) -> None:
-        for name, change in sums.solve().items():
-            module = stage[name]
-            if not change.isfinite().all():
-                result.left[name] = NOT_FINITE
-                continue
-            merged[name] = merged[name] + (change.T if is_transposed(module) else change)
+        changes = sums.solve()
+        if not all(change.isfinite().all() for change in changes.values()):
+            result.left |= dict.fromkeys(stage, NOT_FINITE)
+            return
+        for name, change in changes.items():
+            merged[name] = merged[name] + (change.T if is_transposed(stage[name]) else change)
             result.solved[name] = merged[name]
-            result.wanted += sums.wanted[name]
-            result.before += sums.before[name]
-            result.after += sums.find_left(name, change)
+        gained = sum(sums.find_gain(name, change) for name, change in changes.items())
+        result.wanted += sums.wanted
+        result.before += sums.before
+        result.after += max(0.0, sums.before - gained)
 
     def find_share(
         self, segment: Segment, merged: dict[str, Tensor], stage: dict[str, nn.Module]
@@ -483,23 +479,19 @@ class Walk:
         """
         if len(stage) > 1 or not 0 <= segment.number < len(self.network.blocks):
             return 0.0
-        [module] = stage.values()
         stream = self.matching[0].streams[0]
         plain = first_tensor(self.call(segment, merged, stream.batch, stream.merged))
         pushed: list[Tensor] = []
 
-        def push(_: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        def push(_: str, __: nn.Module, inputs: Any, output: Tensor) -> Tensor:
             generator = torch.Generator(output.device).manual_seed(0)
             noise = torch.randn(output.shape, generator=generator, device=output.device)
             pushed.append(noise * (NUDGE * output.std()))
             return output + pushed[0]
 
-        hook = module.register_forward_hook(push)
-        try:
+        with hooked(stage, push):
             moved = first_tensor(self.call(segment, merged, stream.batch, stream.merged)) - plain
-        finally:
-            hook.remove()
-        nudge = pushed[0]
+        [nudge] = pushed
         if nudge.numel() != moved.numel():
             return 0.0
         nudge = nudge.reshape(moved.shape)
@@ -512,13 +504,11 @@ class Walk:
     ) -> None:
         """Let all examples pass through a segment."""
         is_end = segment.number in (len(self.network.blocks), WHOLE)
-        last = START
-        own: dict[str, Tensor] = {}
-        for participant in sorted(self.participants, key=lambda each: each.who):
-            if participant.who != last:
-                own = self.take(segment, participant.who, loaded)
-                last = participant.who
-            for stream in participant.streams:
+        ordered = sorted(self.participants, key=attrgetter("who"))
+        for who, some in groupby(ordered, attrgetter("who")):
+            own = self.take(segment, who, loaded)
+            pairs = ((each, stream) for each in some for stream in each.streams)
+            for participant, stream in pairs:
                 given = stream.following
                 stream.following = None
                 if given is None:
@@ -537,10 +527,7 @@ class Walk:
     def take(
         self, segment: Segment, who: int, loaded: dict[int, dict[str, Tensor]]
     ) -> dict[str, Tensor]:
-        known = loaded.get(who)
-        if known is None:
-            known = self.load(who, segment.parameters)
-        return self.network.widen(known)
+        return self.network.widen(loaded.get(who) or self.load(who, segment.parameters))
 
     def choose(self, inputs: Tensor, tokens: Tensor | None) -> tuple[Tensor, Any]:
         """The rows that count, and which they are: all, or those that are no padding."""

@@ -251,8 +251,9 @@ def by_network(results: Results, names: Sequence[str], figure: Figure, show: Sho
 def title(unit: str, records: Sequence[Results]) -> str:
     number = records[0]["parameters"]
     size = f"{number / 1e6:.3g} M" if number >= 1e6 else f"{number / 1e3:.3g} k"
-    _, _, blocks = unit.partition("x")
-    return f"{unit.partition('/')[0]}, {size}{f', {blocks} blocks' if blocks else ''}"
+    family, _, shape = unit.partition("/")
+    _, _, blocks = shape.partition("x")
+    return f"{family}, {size}{f', {blocks} blocks' if blocks else ''}"
 
 
 def name_columns(merges: Sequence[Merge]) -> list[str]:

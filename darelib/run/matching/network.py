@@ -99,20 +99,30 @@ def put_aside(tree: Any) -> Any:
     """The same, to be used later: where a GPU is half full, in main memory."""
 
     def put_one(each: Any) -> Any:
-        is_here = not isinstance(each, Tensor) or not each.is_cuda
-        if is_here or torch.cuda.memory_allocated(each.device) < find_size(each.device) // 2:
+        if not isinstance(each, Tensor) or not each.is_cuda:
             return each
-        return bring(each)
+        return each if has_room(each.device, find_size(each.device) // 2) else bring(each)
 
     return pytree.tree_map(put_one, tree)
 
 
-def bring(tensor: Tensor) -> Tensor:
+def bring(tree: Any) -> Any:
     """The same in main memory, which a GPU fills ten times as fast where it is pinned."""
-    if not tensor.is_cuda:
-        return tensor
-    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-    return empty.copy_(tensor)
+
+    def bring_one(each: Any) -> Any:
+        if not isinstance(each, Tensor) or not each.is_cuda:
+            return each
+        empty = torch.empty(each.shape, dtype=each.dtype, device="cpu", pin_memory=True)
+        return empty.copy_(each)
+
+    return pytree.tree_map(bring_one, tree)
+
+
+def has_room(device: torch.device, wanted: int) -> bool:
+    """Whether a device can hold so many bytes more."""
+    if device.type != "cuda":
+        return True
+    return torch.cuda.memory_allocated(device) + wanted <= find_size(device)
 
 
 def find_size(device: torch.device) -> int:
@@ -291,6 +301,10 @@ class Network:
         return {
             name: zero.expand(own[name].shape) for name in self.own if own[name].is_floating_point()
         }
+
+    def forget(self) -> None:
+        """What is remembered of blocks' arguments."""
+        self._cached = WHOLE, {}
 
     def reach(self, at: int, batch: Any, known: Any, weights: Weights) -> Any:
         """The arguments of a block. known: what the block before it gave."""

@@ -42,6 +42,7 @@ from darelib.run.matching.network import (
     Segment,
     bring,
     first_tensor,
+    has_room,
     is_transposed,
     move,
     put_aside,
@@ -60,6 +61,7 @@ RIDGE: Final = 0.05
 LEAST_RIDGE: Final = 1e-5  # below, sums in float32 have no more digits
 ROWS: Final = 4096  # of a matrix at a time: heads are large
 SMALLEST: Final = 1e-30  # of what comes in
+COPIES: Final = 7  # of a matrix, while it is solved for: weights of three models, sums and changes
 NUDGE: Final = 1e-2  # by which it is tried whether a block adds what its last matrix gives
 ADDED: Final = 1e-3  # how exactly
 JUDGED: Final = 2  # batches of each model's examples on which losses are measured
@@ -341,6 +343,9 @@ class Walk:
         merged = self.network.take(self.load, START, segment.parameters)
         still = [name for name in segment.parameters if self.excluded(name) == STILL]
         merged |= self.network.take(self.load, BASE, still)
+        largest = max((each.nbytes for each in merged.values()), default=0)
+        if not is_block and not has_room(self.network.device, COPIES * largest):
+            self.clear()
         stages = self.find_stages(segment, merged, result)
         loaded = {}
         if stages and (is_block or segment.number == WHOLE):  # of which each stage needs all
@@ -352,6 +357,14 @@ class Walk:
         self.advance(segment, merged, loaded)
         result.solved = {name: bring(merged[name]) for name in result.solved}
         return result
+
+    def clear(self) -> None:
+        """Put all aside: a head takes most of a small GPU, and has no room between other things."""
+        self.network.forget()
+        for participant in self.participants:
+            for stream in participant.streams:
+                stream.own = bring(stream.own)
+                stream.merged = bring(stream.merged)
 
     def call(self, segment: Segment, weights: dict[str, Tensor], batch: Any, known: Any) -> Any:
         self.check()
@@ -522,7 +535,7 @@ class Walk:
                     stream.own = stream.merged = None
                 else:
                     stream.own = put_aside(given)
-                    stream.merged = stream.own if participant.watches else put_aside(made)
+                    stream.merged = None if participant.watches else put_aside(made)
 
     def take(
         self, segment: Segment, who: int, loaded: dict[int, dict[str, Tensor]]

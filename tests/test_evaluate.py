@@ -305,10 +305,16 @@ def test_merges_that_differ_are_told_apart_and_those_that_hardly_do_are_not(
 def test_files_in_another_order_and_models_that_lack_tensors_are_named(
     llama: House, tmp_path: Path, capsys: Capture
 ) -> None:
+    math, code = llama.examples
     words = "the fine-tune whose examples these should be is no better than the base"
-    turned = llama.merger(examples=llama.examples[::-1], matched=False)
-    assert words in turned.evaluate().remarks[-1]
-    assert not [each for each in llama.merger(matched=False).evaluate().remarks if words in each]
+    turned = llama.merger(examples=[code, math], matched=False)
+    [*_, remark] = turned.evaluate().remarks
+    assert remark.startswith("other models are better at 'code.jsonl', 'math.jsonl' than those")
+    [*_, remark] = llama.merger(examples=[math, math], matched=False).evaluate().remarks
+    assert words in remark
+    known = " ".join(llama.merger(matched=False).evaluate().remarks)
+    assert "other models" not in known
+    assert words not in known
     turned.sweep(None, {"lambda_coeff": [1.0]}, search="grid")
     short = tensors_in(llama.models[0])
     short.pop("model.norm.weight")

@@ -271,12 +271,16 @@ def test_the_report_has_deviations_and_losses(made: tuple[Path, Any]) -> None:
 def test_few_examples_and_files_in_another_order_are_warned_about(
     llama: House, tmp_path: Path, capsys: Capture
 ) -> None:
-    turned = ["--examples", *llama.examples[::-1], "--max-examples", "3"]
-    run(*llama.flags, "-o", tmp_path / "out", *turned)
+    math, code = llama.examples
+    run(*llama.flags, "-o", tmp_path / "out", "--examples", code, math, "--max-examples", "3")
     printed = capsys.readouterr().err
     for name in ("math", "code"):
         assert f"warning: {name}.jsonl has 3 examples: with fewer than 16" in printed
-        assert f"{name} is no better than the base on the answers of its own examples" in printed
+    assert "warning: other models are better at 'code.jsonl', 'math.jsonl' than those" in printed
+    run(*llama.flags, "-o", tmp_path / "out2", "--examples", math, math)
+    printed = capsys.readouterr().err
+    assert "code is no better than the base on the answers of its own examples" in printed
+    assert "other models" not in printed
 
 
 # --- what is refused ------------------------------------------------------------------------------

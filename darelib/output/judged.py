@@ -145,6 +145,18 @@ def find_disorder(files: Sequence[JudgedFile], base: Costs, owners: Costs) -> It
         )
 
 
+def find_swaps(files: Sequence[str], losses: Sequence[Sequence[float]]) -> Iterator[str]:
+    """Files that may belong to other models. losses: by file and model."""
+    best = [int(np.argmin(row)) for row in losses]
+    swapped = [k for k, row in enumerate(losses) if row[best[k]] < row[k]]
+    # One alone, or several that fit one model: that is just the better model.
+    if len(swapped) > 1 and len({best[k] for k in swapped}) == len(swapped):
+        yield (
+            f"other models are better at {list_names([files[k] for k in swapped])} than those "
+            "whose examples these should be: are the files in another order than the models?"
+        )
+
+
 @dataclass(frozen=True)
 class LambdaChoice:
     """The lambda that was chosen, and what was tried. Prints as a line."""

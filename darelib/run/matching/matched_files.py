@@ -34,6 +34,7 @@ from darelib.output.judged import (
     find_cost,
     find_disorder,
     find_doubts,
+    find_swaps,
     list_costs,
 )
 from darelib.output.matched import (
@@ -105,7 +106,8 @@ class MatchedOutput:
         for number, file in enumerate(plan.files):
             output.write_at(number, memoryview(file.header), 0)
         report = self._report(results)
-        warnings = (*plan.warnings, *find_useless(report.losses))
+        remarks = [*self._find_swaps()] or [*find_useless(report.losses)]
+        warnings = (*plan.warnings, *remarks)
         return replace(plan, matching=report, warnings=warnings), self.outcomes
 
     def _write(self, row: TensorPlan, solved: Tensor, output: Output) -> None:
@@ -155,14 +157,23 @@ class MatchedOutput:
         plan = self.order.plan
         factors = {row.settings.lambda_coeff for row in plan.tensors if row.finetuned}
         is_walked = factors == {1.0} and plan.config.adapter_rank is None  # what is written
-        watchers = [each for each in self.participants if each.watches]
-        for participant, watcher in zip(participants, watchers, strict=False):
-            base = watcher.mean_loss("own")
+        watchers = {each.owner: each for each in self.participants if each.who == BASE}
+        for participant in (each for each in participants if each.who in watchers):
+            base = watchers[participant.who].mean_loss("own")
             own = participant.mean_loss("own")
             merged = participant.mean_loss("merged")
             if base is not None and own is not None:
                 name = plan.models[participant.who]
                 yield AnswerLoss(name, base, own, merged if is_walked else None)
+
+    def _find_swaps(self) -> Iterator[str]:
+        losses: dict[int, list[float]] = {}
+        for each in self.participants:
+            loss = each.mean_loss("own")
+            if each.owner is not None and each.who != BASE and loss is not None:
+                losses.setdefault(each.owner, []).append(loss)
+        if len(losses) == len(self.order.plan.models):
+            yield from find_swaps([self.models.titles[k] for k in losses], [*losses.values()])
 
 
 def find_useless(losses: Sequence[AnswerLoss]) -> Iterator[str]:

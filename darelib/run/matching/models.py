@@ -27,6 +27,7 @@ from darelib.output.judged import (
     LambdaChoice,
     explain_best,
     find_disorder,
+    find_swaps,
     list_costs,
 )
 from darelib.plan.plan import MergePlan, plan_merge
@@ -342,7 +343,9 @@ class Models:
         skills = files[:count]
         costs = [list_costs(row[:count]) for row in scores]
         owners = [costs[1 + k][k] for k in range(count)]
-        remarks = list(find_disorder(skills, costs[0], owners))
+        losses = [[row[k].mean for row in costs[1 : 1 + count]] for k in range(count)]
+        swaps = find_swaps([file.name for file in skills], losses)
+        remarks = [*swaps] or [*find_disorder(skills, costs[0], owners)]
         if others:
             remarks.append(explain_best(["base", *others], [costs[0], *costs[1 + count :]]))
         choice = None

@@ -65,6 +65,7 @@ COPIES: Final = 7  # of a matrix, while it is solved for: weights of three model
 NUDGE: Final = 1e-2  # by which it is tried whether a block adds what its last matrix gives
 ADDED: Final = 1e-3  # how exactly
 JUDGED: Final = 2  # batches of each model's examples on which losses are measured
+COMPARED: Final = 8  # examples of each model on which all models are
 
 
 def start_from(config: DareConfig) -> DareConfig:
@@ -132,14 +133,25 @@ class Stream:
     merged: Any = None
     following: Any = None  # what the model itself gives next, where that is known already
 
+    def cut(self, rows: int) -> Stream:
+        """The first examples of a batch of tokens."""
+        parts = (self.tokens, self.answers)
+        batch = {name: each[:rows] for name, each in self.batch.items()}
+        return Stream(batch, *(each if each is None else each[:rows] for each in parts))
+
 
 @dataclass
 class Participant:
     who: int
     streams: list[Stream]
-    watches: bool = False  # whether it only goes along, and nothing is matched with it
+    owner: int | None = None  # whose examples these are, where nothing is matched with them
     # By whose output: sums of the loss on answers, in bits, and of how many.
     losses: dict[str, list[tuple[float, int]]] = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def watches(self) -> bool:
+        """Whether it only goes along."""
+        return self.owner is not None
 
     @property
     def count(self) -> int:
@@ -167,11 +179,12 @@ class Participant:
 
 
 def enlist(used: Mapping[int, Sequence[Stream]]) -> list[Participant]:
-    """All whose examples match; then the base, once beside each of the others: both are judged on
-    some batches, of long examples and of short ones.
+    """All whose examples match; then those that are only judged on some of another's examples, long
+    ones and short ones: the base, and all models on a few, which may fit one of them better.
     """
     participants = []
     watchers = []
+    models = [who for who in used if who != BASE]
     for who, streams in used.items():
         step = -(-len(streams) // JUDGED)
         own = [
@@ -181,7 +194,9 @@ def enlist(used: Mapping[int, Sequence[Stream]]) -> list[Participant]:
         judged = [replace(stream) for stream in own if stream.answers is not None]
         participants.append(Participant(who, own))
         if judged and who != BASE:
-            watchers.append(Participant(BASE, judged, watches=True))
+            watchers.append(Participant(BASE, judged, who))
+            few = judged[-1].cut(COMPARED)
+            watchers += [Participant(each, [replace(few)], who) for each in models]
     return [*participants, *watchers]
 
 

@@ -88,7 +88,15 @@ def test_the_advice_merges_the_example_to_what_the_readme_says(
             ),
         ),
         ("drop_rates", ("mean of 3 masks", "0.95")),
-        ("match_digits", ("'merge 2' is the best", "average, lambda auto    90", "DARE, matched")),
+        (
+            "match_digits",
+            (
+                "'merge 2' is the best",
+                "average, lambda auto    90",
+                "\nwudi, matched           95",
+                "\ntenths, matched         95",
+            ),
+        ),
         (
             "evaluate",
             ("rotated     96.1%     60.8%     78.5%", "covered     50.9%     94.8%     72.9%"),

@@ -10,7 +10,7 @@
     uv run examples/match_digits.py
 
 Any torch module works like this: match the merge, look how near it is to the models, let the images
-choose lambda.
+choose lambda. The last merge has a tenth of what each fine-tune changed; DARE dropped the rest.
 """
 
 import sys
@@ -39,10 +39,12 @@ def main() -> None:
         for task in TASKS.values()
     ]
     average = DareConfig(drop_rate=0.0, lambda_coeff="auto", matched=False)
+    wudi = DareConfig(method="wudi")
     merges = {
         "DARE's defaults": dare_merge(base, experts),
         "average, lambda auto": dare_match(network(), base, experts, batches, average),
-        "DARE, matched": dare_match(network(), base, experts, batches, DareConfig(drop_rate=0.9)),
+        "wudi, matched": dare_match(network(), base, experts, batches, wudi),
+        "tenths, matched": dare_match(network(), base, experts, batches, DareConfig(drop_rate=0.9)),
     }
     print(dare_evaluate(network(), base, experts, batches, list(merges.values())), end="\n\n")
     tests = held_out()

@@ -1,6 +1,7 @@
 """What ships beside the tool: the documents, and the short examples."""
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,12 +9,16 @@ from pathlib import Path
 import pytest
 
 import dare
-from tests.support import HERE, Patch, snapshot
+from tests.house import House, make_adapter
+from tests.support import HERE, Capture, Patch, run, snapshot
 
 EXAMPLES = HERE / "examples"
 TEXTS = {
     path: path.read_text() for path in (HERE / "README.md", *sorted((HERE / "docs").glob("*.md")))
 }
+
+
+README = TEXTS[HERE / "README.md"]
 
 
 def run_example(name: str, *arguments: str | Path) -> str:
@@ -53,8 +58,59 @@ def test_the_tests_that_prove_the_promises_exist() -> None:
     assert [name for name in named if f"def {name}(" not in code] == []
 
 
+def read_section(title: str) -> str:
+    """A section of the README."""
+    return re.split(r"(?m)^## ", README.partition(f"\n## {title}\n")[2])[0]
+
+
+def test_three_commands_of_the_readme_merge_evaluate_and_match(
+    tmp_path: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_adapter(House(tmp_path, "llama"), tmp_path / "chat", 5)
+    shutil.copy("code.jsonl", "chat.jsonl")
+    commands = re.findall(r"(?m)^\$ dare (.+)$", read_section("Your own models"))
+    assert [words.split()[0] for words in commands] == ["--base", "evaluate", "--base"]
+    for words in commands:
+        run(*words.split())
+    assert re.search(r"(?m)^merged +\d.*\*", capsys.readouterr().out), "judged"
+    for output in ("merged", "matched"):
+        run("verify", output, "-q")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow  # importing PEFT takes longer than most of the suite
+def test_two_adapters_become_a_model_that_generates_text_as_in_the_readme(
+    tmp_path: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
+    import peft
+    import torch
+
+    monkeypatch.chdir(tmp_path)
+    house = House(tmp_path, "llama")
+    for seed, name in enumerate(("math", "code")):
+        model = house.kind.from_pretrained("base")
+        adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for weights in adapted.parameters():
+                if weights.requires_grad:
+                    weights += 0.1 * torch.randn(weights.shape, generator=generator)
+        adapted.save_pretrained(f"adapters/{name}")
+    section = read_section("From two adapters to text")
+    [words] = re.findall(r"(?m)^\$ dare (.+)$", section)
+    run(*words.split(), "-q")
+    [code] = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    prompt = "What is 12 times 12?"
+    assert prompt in code
+    capsys.readouterr()
+    exec(code.replace(prompt, "w1 w2 w3"), {})
+    printed = capsys.readouterr().out
+    assert re.match(r"w1 w2 w3( ?w\d+){20,}\n", printed), printed
+
+
 @pytest.mark.slow
-def test_the_advice_merges_the_example_to_what_the_readme_says(
+def test_the_advice_merges_the_example_to_what_the_guide_says(
     tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -69,8 +125,8 @@ def test_the_advice_merges_the_example_to_what_the_readme_says(
         run_example("evaluate", tmp_path / f"{name}.safetensors").split()[-1]
         for name in ("advised", "plain")
     ]
-    readme = " ".join(TEXTS[HERE / "README.md"].split())
-    assert "That merges the example to {}, where the defaults gave {}.".format(*scores) in readme
+    guide = " ".join(TEXTS[HERE / "docs" / "guide.md"].split())
+    assert "That merges the example to {}, where the defaults gave {}.".format(*scores) in guide
 
 
 @pytest.mark.slow
@@ -88,7 +144,15 @@ def test_the_advice_merges_the_example_to_what_the_readme_says(
             ),
         ),
         ("drop_rates", ("mean of 3 masks", "0.95")),
-        ("match_digits", ("'merge 2' is the best", "average, lambda auto    90", "DARE, matched")),
+        (
+            "match_digits",
+            (
+                "'merge 2' is the best",
+                "average, lambda auto    90",
+                "\nwudi, matched           95",
+                "\ntenths, matched         95",
+            ),
+        ),
         (
             "evaluate",
             ("rotated     96.1%     60.8%     78.5%", "covered     50.9%     94.8%     72.9%"),

@@ -186,20 +186,18 @@ def test_what_the_readmes_commands_make_is_verified_where_it_is(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     base = random_model(shapes={"layer.weight": (8, 6), "layer.bias": (8,)})
+    tuned = {name: finetune(base, seed) for seed, name in enumerate(("math", "code"))}
     for folder in (tmp_path, tmp_path / "models"):
-        save(folder, base=base, math=finetune(base, 1), code=finetune(base, 2))
-    for name in ("base", "math"):
-        save_directory(tmp_path / "models" / name, load_file(f"models/{name}.safetensors"))
-    write_adapter(tmp_path / "adapters/code", low_rank("layer", (8, 6)))
-    merges = re.findall(r"\$ dare (--base .* --output (merged\S*))\n", README.read_text())[:2]
-    assert [output for _, output in merges] == ["merged.safetensors", "merged"]
-    for words, output in merges:
-        run(*words.split(), "-q")
-        run("verify", output, "-q")
+        for name, tensors in {"base": base, **tuned}.items():
+            save_directory(folder / name, tensors)
+    write_adapter(tmp_path / "chat", low_rank("layer", (8, 6)))
+    [words] = re.findall(r"\$ dare (--base .* --output merged)\n", README.read_text())
+    run(*words.split(), "-q")
+    run("verify", "merged", "-q")
     assert str(tmp_path) not in Path("merged/dare_recipe.toml").read_text()
     run("-q", "-b", "models/base", "-m", "models/math", "-o", "models/both")
     monkeypatch.chdir("/")
-    for output in ("merged.safetensors", "merged", "models/both"):
+    for output in ("merged", "models/both"):
         run("verify", tmp_path / output, "-q")
 
 

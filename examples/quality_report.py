@@ -68,7 +68,7 @@ DRAWN: Final = {
     REFERENCE: ("plain average, best lambda", "^", "-", "#0072B2"),
     PLAIN: ("plain average, lambda 1", "v", "--", "#56B4E9"),
 }
-DRAWN_PARAMETERS: Final = 200_000  # of a network at least
+DRAWN_WIDTH: Final = 384  # of a network at least
 SPACING: Final = 0.04  # between marks at one number of skills: some ways lie on one another
 
 
@@ -389,7 +389,7 @@ def limited(results: Results) -> dict[str, list[Results]]:
     return {
         unit: records
         for unit, records in units_of(results).items()
-        if any(WRONG[0] in made for record in records for made in record["tried"].values())
+        if any(WRONG[0] in made for each in records for made in each.get("tried", {}).values())
     }
 
 
@@ -410,8 +410,8 @@ def seconds(results: Results) -> str:
     rows = [["", *ways]]
     for unit, records in units_of(results).items():
         tried = [list(record["tried"].values())[-1] for record in records]
-        cells = [f"{median(made[way]['seconds'] for made in tried):.2f}" for way in ways]
-        rows.append([title(unit, records), *cells])
+        known = [[made[way]["seconds"] for made in tried if way in made] for way in ways]
+        rows.append([title(unit, records), *(f"{median(k):.2f}" if k else "-" for k in known)])
     return table(rows)
 
 
@@ -453,6 +453,13 @@ def report(results: Results) -> str:
         "Without a search, points ahead of the same, for which lambda is searched; bold as before, "
         "corrected for all starts in the results:": ranking(results, False),
     }
+    if limited(results):
+        sections |= {
+            "How few examples, scores in % with a lambda of 1 and all skills merged:": limits(
+                results
+            ),
+            "How wrong, the same, and for how many models a warning comes:": wrong(results),
+        }
     if any("tried" in record for record in results["units"].values()):
         sections |= {
             "By network, scores in %, by the number of skills:": networks(results),
@@ -460,10 +467,6 @@ def report(results: Results) -> str:
             "held-out examples (auto); with the one that makes their answers likeliest; and with "
             "the best of a search:": chosen(results),
             "The lambdas, medians over trainings:": lambdas(results),
-            "How few examples, scores in % with a lambda of 1 and all skills merged:": limits(
-                results
-            ),
-            "How wrong, the same, and for how many models a warning comes:": wrong(results),
             "What it costs elsewhere: bits a letter of other text, or an image as the base knows "
             "it, more than the base takes:": elsewhere(results),
             "Seconds for a merge of the most skills, in memory, beside other work:": seconds(
@@ -481,12 +484,16 @@ def report(results: Results) -> str:
     return "\n\n".join(blocks)
 
 
+def width_of(unit: str) -> int:
+    return int(unit.partition("/")[2].partition("x")[0])
+
+
 def draw(results: Results, path: Path) -> None:
     """How each way falls off with the number of skills, by family."""
     from matplotlib.figure import Figure
 
     every = list_merges(results)
-    merges = [m for m in every if m.record["parameters"] >= DRAWN_PARAMETERS] or every
+    merges = [merge for merge in every if width_of(merge.unit) >= DRAWN_WIDTH] or every
     families = list_families(merges)
     figure = Figure(figsize=(10, 4.2), dpi=100, layout="constrained")
     panels = figure.subplots(1, len(families), squeeze=False, sharey=True)[0]
@@ -510,6 +517,12 @@ def draw(results: Results, path: Path) -> None:
     figure.savefig(path)
 
 
+def average_networks(merges: Sequence[Merge], name: str) -> float:
+    """Of each kind of network the mean of its trainings; of these the mean."""
+    units = {merge.unit for merge in merges}
+    return fmean(fmean(score(m, name) for m in merges if m.unit == unit) for unit in units)
+
+
 def draw_family(panel: Any, every: Sequence[Merge]) -> dict[str, Any]:
     """The mean scores by the number of skills. Gives the lines by what they are called."""
     names = [name for name in DRAWN if any(name in merge.arms for merge in every)]
@@ -519,7 +532,7 @@ def draw_family(panel: Any, every: Sequence[Merge]) -> dict[str, Any]:
     lines = {}
     for number, name in enumerate(names):
         label, mark, line, colour = DRAWN[name]
-        means = [fmean(score(m, name) for m in merges if m.skills == count) for count in counts]
+        means = [average_networks([m for m in merges if m.skills == n], name) for n in counts]
         xs = [x + SPACING * (number - len(names) / 2) for x in range(len(counts))]
         (lines[label],) = panel.plot(xs, means, line, marker=mark, color=colour, linewidth=1.2)
     alone = 100 * fmean(merge.record["curves"]["DARE"][0] for merge in merges)

@@ -22,17 +22,19 @@ from tests.support import HERE, Patch, read_json
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("folder")]
 MEASURED = ("median time", "peak memory")
-STORED = HERE / "examples" / "results" / "benchmark.json"
-QUALITY_FILE = HERE / "examples" / "results" / "quality.json"
-QUALITY: dict[str, Any] = read_json(QUALITY_FILE)
+RESULTS = HERE / "examples" / "results"
+QUALITY: dict[str, Any] = read_json(RESULTS / "quality.json")
+METHODS: dict[str, Any] = read_json(RESULTS / "methods.json")  # an earlier run: by weights alone
 TEXTS = {
     path: path.read_text() for path in (HERE / "README.md", *sorted((HERE / "docs").glob("*.md")))
 }
 README = TEXTS[HERE / "README.md"]
 EVIDENCE = TEXTS[HERE / "docs" / "evidence.md"]
 ROLES = ("this tool", "mergekit", "torch script")
-MERGES = quality_report.list_merges(QUALITY)
+MERGES = quality_report.list_merges(METHODS)
+MATCHED_MERGES = quality_report.list_merges(QUALITY)
 AVERAGE = quality_report.REFERENCE
+PLAIN = quality_report.PLAIN
 CASE = advice.CASES["whole"]
 START = f"{CASE.method}, lambda {CASE.lambda_coeff:g}"
 
@@ -53,7 +55,7 @@ def run(module: Any, words: str) -> str:
 
 
 def test_the_figures_in_the_documents_are_those_of_the_stored_results() -> None:
-    results = read_json(STORED)
+    results = read_json(RESULTS / "benchmark.json")
     blocks = [block for section in results.values() for block in benchmark_report.tell(section)]
     blocks.append(benchmark_report.project(results))
     assert [block for block in blocks if block not in EVIDENCE] == []
@@ -90,20 +92,27 @@ def test_the_figures_in_the_documents_are_those_of_the_stored_results() -> None:
 
 def test_the_experiment_in_the_documents_is_the_stored_one() -> None:
     report = quality_report
-    tables = [report.scores, report.networks, report.elsewhere, report.packed, report.cliffs]
+    tables = [report.scores, report.networks, report.chosen, report.lambdas]
+    tables += [report.limits, report.wrong, report.elsewhere, report.seconds]
     shown = [table(QUALITY) for table in tables]
-    shown += [report.ranking(QUALITY, searched) for searched in (True, False)]
-    shown += report.lambdas(QUALITY)
+    for results in (QUALITY, METHODS):
+        shown += [report.ranking(results, searched) for searched in (True, False)]
+    shown.append(report.cliffs(METHODS))
     assert [table for table in shown if table not in EVIDENCE] == []
-    assert max(record["parameters"] for record in QUALITY["units"].values()) == pytest.approx(
+    assert max(record["parameters"] for record in METHODS["units"].values()) == pytest.approx(
         advice.LARGEST_TRIED, rel=0.01
     )
 
 
-def differ(name: str, other: str, keep: Callable[[Any], bool] = lambda merge: True) -> float:
+def differ(
+    name: str,
+    other: str,
+    keep: Callable[[Any], bool] = lambda merge: True,
+    merges: list[Any] = MERGES,
+) -> float:
     """How many points a way is ahead of another: the mean of rounds, of merges that have both."""
     rounds: dict[str, list[float]] = {}
-    for merge in filter(keep, MERGES):
+    for merge in filter(keep, merges):
         if {name, other} <= merge.arms.keys():
             ahead = quality_report.score(merge, name) - quality_report.score(merge, other)
             rounds.setdefault(merge.record["round"], []).append(ahead)
@@ -112,10 +121,10 @@ def differ(name: str, other: str, keep: Callable[[Any], bool] = lambda merge: Tr
 
 def test_what_is_said_of_the_experiment_can_be_told_from_chance() -> None:
     everywhere = quality_report.EVERYWHERE
-    ranked = quality_report.compare(QUALITY, True)
+    ranked = quality_report.compare(METHODS, True)
     better = {each.name for each in ranked if "better" in map(each.verdict, each.rounds)}
     assert {name.split()[0] for name in better} == {CASE.method}, "nothing else"
-    starts = {each.name: each for each in quality_report.compare(QUALITY, False)}
+    starts = {each.name: each for each in quality_report.compare(METHODS, False)}
     assert starts[START].verdict(everywhere) == "better"
     wudi = ranked[0]
     assert wudi.name == CASE.method
@@ -124,6 +133,14 @@ def test_what_is_said_of_the_experiment_can_be_told_from_chance() -> None:
     dropped = [name for name in quality_report.list_names(MERGES, True) if " + DARE" in name]
     assert len(dropped) > 10
     assert all(differ(name, name.partition(" + DARE")[0]) < 0 for name in dropped), "no gain"
+    ranked = quality_report.compare(QUALITY, True)
+    better = {each.name for each in ranked if each.p.get(everywhere, 1) <= 0.05}
+    matched = {
+        name for name in quality_report.list_names(MATCHED_MERGES, True) if "matched" in name
+    }
+    everywhere_tried = {each.name for each in ranked if everywhere in each.rounds}
+    wanted = {name for name in matched & everywhere_tried if "tenths" not in name} | {CASE.method}
+    assert {name for name in better if "DARE" not in name and "tenths" not in name} == wanted
 
 
 def test_the_figures_of_the_experiment_in_texts_are_those_of_its_results() -> None:
@@ -163,24 +180,20 @@ def test_the_figures_of_the_experiment_in_texts_are_those_of_its_results() -> No
     medians = [median(chosen) for chosen in lambdas.values()]
     claims = {
         f"{tell('wudi')} points ahead": "advice evidence",
-        f"{tell('wudi')} percentage points": "README",
-        f"{tell('wudi', keep=is_transformer)} on transformers": "advice README",
+        f"by {tell('wudi')} points": "README",
+        f"{tell('wudi', keep=is_transformer)} on transformers": "advice",
         "{}, {} and {} with 2, 3 and 8 skills".format(*by_skills): "evidence",
         f"{sum(points > 0 for points in leads)} of {len(leads)} merges": "evidence",
-        f"{len(QUALITY['units'])} trainings": "evidence README",
-        f"{tell(START)} points ahead": "evidence README",
-        f"{tell(START, keep=is_transformer)} on transformers": "README",
-        f"{tell(AVERAGE + ', lambda 1')} points behind its own best": "README",
+        f"{len(METHODS['units'])} trainings": "evidence",
+        f"{tell(START)} points ahead": "evidence",
         f"{tell('wudi', START)} points for `wudi`": "evidence",
         f"{tell(START, AVERAGE + ', lambda 1.5')} ahead of it": "evidence",
-        f"{tell(AVERAGE + most + ', lambda 1')} points behind": "README",
         f"`wudi` {tell('wudi' + half, 'wudi', has_halves)}": "evidence",
         f"wudi lost {tell('wudi' + half, 'wudi', has_halves)}": "advice",
         f"{tell('wudi' + half, 'wudi', has_halves)} points at 0.5": "guide",
-        f"{tell(AVERAGE + half)} points": "evidence README",
+        f"{tell(AVERAGE + half)} points": "evidence",
         f"linear {tell(AVERAGE + half)}": "advice",
         f"{tell(AVERAGE + most)} and {tell('wudi' + most, 'wudi')}": "evidence",
-        f"{tell(AVERAGE + most)} when 90%": "README",
         f"{tell('wudi' + most, 'wudi')} at 0.9": "guide",
         f"{tell(AVERAGE + most, keep=is_large)} and "
         f"{tell('wudi' + most, 'wudi', is_large)}": "evidence",
@@ -188,23 +201,107 @@ def test_the_figures_of_the_experiment_in_texts_are_those_of_its_results() -> No
         f"from {min(medians):g} to {max(medians):g} by network": "advice",
         f"1 was {-differ('wudi' + half + ', lambda 1', AVERAGE):.0f} points behind": "advice",
         f"and {-differ('wudi' + most + ', lambda 1', AVERAGE):.0f} at 0.9": "advice",
-        score("wudi"): "evidence README",
-        score(AVERAGE): "evidence README",
-        score("wudi" + most): "evidence README",
+        score("wudi"): "evidence",
+        score(AVERAGE): "evidence",
+        score("wudi" + most): "evidence",
         score("wudi" + half): "evidence",
-        score(AVERAGE + ", lambda 1"): "evidence README",
-        **{
-            f"| {differ(name, AVERAGE):+.1f}": "README"
-            for name in ("wudi", "ram", "ties", "model stock")
-        },
+        score(PLAIN): "evidence",
+        f"{differ('ram', AVERAGE):+.1f} and `ties` {differ('ties', AVERAGE):+.1f}": "README",
     }
-    missing = [
+    assert list_missing(claims, words) == []
+
+
+def list_missing(claims: dict[str, str], words: dict[str, str]) -> list[tuple[str, str]]:
+    return [
         (claim, where)
         for claim, places in claims.items()
         for where in places.split()
         if claim not in words[where]
     ]
-    assert missing == []
+
+
+def test_the_figures_of_matched_merges_in_texts_are_those_of_the_results() -> None:
+    words = {path.stem: " ".join(text.split()) for path, text in TEXTS.items()}
+    matched = quality_report.MATCHED
+    tenths_one = f"{quality_report.TENTHS}, lambda 1"
+
+    def tell(unit: str, name: str, skills: int = 8) -> str:
+        """Of one kind of network."""
+        own = [merge for merge in MATCHED_MERGES if (merge.unit, merge.skills) == (unit, skills)]
+        return f"{fmean(quality_report.score(merge, name) for merge in own):.1f}"
+
+    def lead(name: str, keep: Callable[[Any], bool] = bool, other: str = AVERAGE) -> str:
+        return f"{abs(differ(name, other, keep, MATCHED_MERGES)):.1f}"
+
+    def is_transformer(merge: Any) -> bool:
+        return bool(merge.family != "digits")
+
+    def is_wide(merge: Any) -> bool:
+        return is_transformer(merge) and quality_report.width_of(merge.unit) >= 384
+
+    def is_wide_lora(merge: Any) -> bool:
+        return is_wide(merge) and bool(merge.family == "lora")
+
+    def is_wide_full(merge: Any) -> bool:
+        return is_wide(merge) and bool(merge.family != "lora")
+
+    def count_skills(count: int) -> Callable[[Any], bool]:
+        return lambda merge: merge.skills == count and is_transformer(merge)
+
+    def by_examples(unit: str, start: str, mark: str) -> str:
+        names = [f"{start}, matched with {count}, lambda 1" for count in (16, 64, 512)]
+        return mark.join(tell(unit, name) for name in names)
+
+    full, lora = "chars/512x24", "lora/512x24"
+    one = f"{matched}, lambda 1"
+    best = tell(full, "wudi, matched with 512, lambda 1")
+    by_skills = [lead(one, count_skills(count)) for count in (2, 3, 8)]
+    ahead = sum(quality_report.lead(merge, one) > 0 for merge in MATCHED_MERGES)
+    rows = {
+        unit: " | ".join(
+            [tell(unit, AVERAGE), tell(unit, "wudi, lambda 1"), by_examples(unit, AVERAGE, " | ")]
+        )
+        for unit in (full, "digits/512")
+    }
+    claims = {
+        f"average they give {tell(full, AVERAGE)}%, by `wudi` {tell(full, 'wudi, lambda 1')}%, and "
+        f"matched with 512 examples of each skill {best}%": "README",
+        f"| {by_examples(full, 'wudi', ' / ')} | {by_examples(lora, 'wudi', ' / ')} |": "README",
+        f"| {tell(full, 'wudi, lambda 1')} | {tell(lora, 'wudi, lambda 1')} |": "README",
+        f"| {tell(full, AVERAGE)} | {tell(lora, AVERAGE)} |": "README",
+        f"{tell(full, AVERAGE + ' + DARE 0.9, lambda 1')} | "
+        f"{tell(lora, AVERAGE + ' + DARE 0.9, lambda 1')} |": "README",
+        f"has {tell(full, PLAIN)} and {tell(lora, PLAIN)}": "README",
+        f"they have {tell(full, tenths_one)} instead of {tell(full, one)}": "README",
+        f"{tell(lora, tenths_one)} instead of {tell(lora, one)}": "README",
+        f"{tell(full, 'examples in the wrong order, lambda 1')}, with other text "
+        f"{tell(full, 'examples of other text, lambda 1')}": "README",
+        f"{len(QUALITY['units'])} trainings in all": "evidence",
+        f"is {lead(one)} points ahead of itself": "evidence",
+        f"{lead(one, is_transformer)} on transformers: {by_skills[0]}, {by_skills[1]} and "
+        f"{by_skills[2]} with": "evidence",
+        f"{ahead} of {len(MATCHED_MERGES)} merges": "evidence",
+        f"{lead(one, is_transformer, 'wudi')} points ahead of `wudi`": "evidence",
+        f"{lead(f'{AVERAGE}, matched with 64, lambda 1', is_transformer)} points ahead, 16 are "
+        f"{lead(f'{AVERAGE}, matched with 16, lambda 1', is_transformer)}": "evidence",
+        f"16 examples are {lead('wudi, matched with 16, lambda 1', is_transformer)} ahead and 64 "
+        f"are {lead('wudi, matched with 64, lambda 1', is_transformer)}": "evidence",
+        f"is at {lead('wudi', is_transformer)}, with lambda 1 at "
+        f"{lead('wudi, lambda 1', is_transformer)}": "evidence",
+        f"{lead(tenths_one, is_wide_full, one)} points less than the full ones": "evidence",
+        f"LoRA adapters lose {lead(tenths_one, is_wide_lora, one)} so": "evidence",
+        f"the best is {lead(one, is_transformer, matched)} points better": "evidence",
+        f"it costs {lead(PLAIN, is_transformer)}, for `wudi` "
+        f"{lead('wudi, lambda 1', is_transformer, 'wudi')}": "evidence",
+        f"comes to {lead(AVERAGE + ', lambda auto', is_transformer)} and "
+        f"{lead('wudi, lambda auto', is_transformer, 'wudi')} below": "evidence",
+        f"| {rows[full]} |": "examples",
+        f"| {tell('digits/512', AVERAGE)} | {tell('digits/512', 'wudi, lambda 1')} |": "examples",
+        f"it is {by_examples(full, 'wudi', ', ').replace(', 91', ' and 91')} with": "examples",
+    }
+    assert list_missing(claims, words) == []
+    wide = [f"{tell(full, one)} | {tell(full, tenths_one)}"]
+    assert all(row in words["examples"] for row in wide)
 
 
 @pytest.fixture(scope="module")
@@ -216,15 +313,14 @@ def quality() -> Any:
     pytest.importorskip("sklearn")
     module: Any = importlib.import_module("quality")
     recipe = (3, 1e-2, 8)
-    few = ("task arithmetic", "wudi", "wudi + DARE 0.9", *module.AUTO)
-    chars = module.Unit("chars", 4, 1, recipe, recipe, 2, (1.0, 2.0), (2, 4), ways=few)
-    units = (
+    few = ("task arithmetic", "wudi", "wudi + DARE 0.9", quality_report.MATCHED)
+    chars = module.Unit("chars", 4, 1, recipe, recipe, 2, (2, 4), ways=few)
+    module.QUICK = (
         chars,
         chars._replace(family="lora", trainings=1, merged=(2,), rank=2),
         chars._replace(family="contexts", trainings=1, merged=(2, 3)),
-        module.Unit("digits", 4, 2, recipe, recipe, 1, (1.0, 2.0), (2, 3)),
+        module.Unit("digits", 4, 2, recipe, recipe, 1, (2, 3), limits=True),
     )
-    module.QUICK = module.QUICK._replace(units=units, rates=(0.0, 0.9))
     return module
 
 
@@ -240,47 +336,64 @@ def test_an_experiment_goes_on_where_it_was_stopped_and_a_report_trains_nothing(
     names = "chars/4/0 chars/4/1 lora/4/0 contexts/4/0 digits/4/0"
     assert results["units"].keys() == set(names.split())
     assert "| chars, 2 / 4 skills | lora, 2 skills | contexts, 2 / 3 skills |" in printed
-    assert re.search(r"(?m)^\| slerp \| - \| - / - \| - \| - / - \| [+-]\S+ / - \|$", printed)
-    row = r"(?m)^\| (wudi, matched with 512|task arithmetic), lambda auto \| \d"
-    assert len(re.findall(row, printed)) == 2, "beside the best"
-    assert "auto" not in run(quality, f"--report {QUALITY_FILE}"), "none was chosen there"
+    for choice in ("lambda 1", "lambda auto", "lambda by answers"):
+        assert re.search(rf"(?m)^\| {quality_report.MATCHED}, {choice} \| \d", printed)
+    assert re.search(r"(?m)^\| digits, 0.3\d* k \| \d+\.\d \(\d of 3\) \| ", printed), (
+        "wrong examples"
+    )
     lost = results["units"].pop("chars/4/1")
     Path("whole.json").write_text(json.dumps(results))
     assert run(quality, "--quick --out whole.json").count("is measured") == 1
     again = json.loads(Path("whole.json").read_text())["units"]["chars/4/1"]
-    assert {**again, "seconds": 0} == {**lost, "seconds": 0}
+    assert {name: again[name] for name in ("merges", "curves", "base")} == {
+        name: lost[name] for name in ("merges", "curves", "base")
+    }
 
 
-def test_what_is_chosen_never_sees_test_data_or_test_masks(
-    quality: Any, monkeypatch: Patch
+@pytest.fixture(scope="module")
+def lab(quality: Any) -> Any:
+    unit = quality.Unit("digits", 32, 2, (60, 1e-2, 64), (60, 1e-2, 64), 1, (2, 3))
+    return quality.Lab(unit, 0)
+
+
+def test_a_lambda_is_chosen_without_test_data_and_as_dare_match_chooses_it(
+    quality: Any, lab: Any, monkeypatch: Patch
 ) -> None:
-    calls: list[tuple[str, float]] = []
-    seeds: list[int] = []
-    real = quality.dare_merge
+    skills = lab.skills[:2]
+    experts = lab.thin(skills, 0.0, 0)
+    held = [own for [own] in lab.show(skills, quality.JUDGING)]
+    shown = [own for [own] in lab.show(skills, quality.WAYS["wudi, matched with 64"])]
+    for own, others in zip(held, shown, strict=True):
+        images = {tuple(image.flatten().tolist()) for image in others.inputs}
+        assert not [each for each in own.inputs if tuple(each.flatten().tolist()) in images]
+    merged = lab.merge(experts, [], quality.WAYS["task arithmetic"])
+    parts = set()
+    score = quality.Lab.score
 
-    def score(state: Any, skills: Any, part: str) -> float:
-        calls.append((part, round(float(state["w"].mean()), 1)))
-        return -abs(calls[-1][1] - 1.1)
+    def watch(lab: Any, state: Any, skills: Any, part: str) -> float:
+        parts.add(part)
+        return float(score(lab, state, skills, part))
 
-    def merge(*given: Any) -> Any:
-        seeds.append(given[2].seed)
-        return real(*given)
+    monkeypatch.setattr(quality.Lab, "score", watch)
+    chosen = lab.choose(merged, experts, skills)
+    assert parts == {"validation"}
+    # dare_match holds whole batches out: the last half of them.
+    batches = [[own.inputs.clone(), own.inputs] for own in held]
+    taken: list[float] = []
+    states = importlib.import_module("darelib.run.matching.models")
+    of = states.LambdaChoice.of
 
-    lab = quality.Lab.__new__(quality.Lab)
-    lab.unit = quality.QUICK.units[0]._replace(lambdas=(0.5, 1.0, 2.0))
-    lab.training = 1
-    lab.base = {"w": quality.torch.zeros(6400)}
-    lab.experts = {skill: {"w": quality.torch.ones(6400)} for skill in "abc"}
-    monkeypatch.setattr(lab, "score", score)
-    monkeypatch.setattr(lab, "measure_elsewhere", lambda _: 0.5)
-    monkeypatch.setattr(quality, "dare_merge", merge)
-    found = lab.search("abc", quality.WAYS["task arithmetic + DARE 0.5"], 3)
-    tried = [("validation", scale) for scale in (0.5, 1.0, 2.0) for _ in range(3)]
-    assert calls == [*tried, *[("test", 1.0)] * 3], "what is chosen is chosen before"
-    assert (found.elsewhere, found.searched) == (0.5, 1.0)
-    drawn = [{seed + i for seed in part for i in range(3)} for part in (seeds[:9], seeds[9:])]
-    assert [len(masks) for masks in drawn] == [9, 9], "three models, three masks each"
-    assert not drawn[0] & drawn[1]
+    def note(*given: Any) -> Any:
+        choice = of(*given)
+        taken.append(choice.chosen)
+        return choice
+
+    monkeypatch.setattr(states.LambdaChoice, "of", note)
+    config = quality.DareConfig(
+        drop_rate=0.0, matched=False, lambda_coeff="auto", held_out=0.5, verbose=False
+    )
+    quality.dare_match(lab.model, lab.base, experts, batches, config)
+    assert taken == [chosen["lambda auto"]]
 
 
 def make_results(gains: dict[str, float], trainings: int = 9) -> dict[str, Any]:
@@ -341,8 +454,7 @@ def test_a_round_is_a_mean_over_networks_that_were_tried_with_a_way() -> None:
     assert found["ram"].rounds["chars", 2] == pytest.approx([9.6, 9.8, 10.0])
     assert found["wudi"].rounds["chars", 2] == pytest.approx([14.6, 14.8, 10.0])
     printed = quality_report.report(results)
-    assert "| chars, 0.01 k | 10 | 3 | 10.0 | 90.0 | 50.0 / 50.0 |" in printed
-    assert "| chars, 0.02 k | 1.5 / 1.5 | - / - | 1.5 / 1.5 |" in printed, "lambdas"
+    assert "| chars, 0.01 k | 10 | 3 | 10.0 | 90.0 | 50.0 |" in printed
     assert "| chars, 0.02 k | 9 ± 0 |" in printed, "95% of the gain is kept up to a rate of 0.09"
     quality_report.draw(results, Path("picture.png"))
     assert 10_000 < Path("picture.png").stat().st_size < 200_000
@@ -373,10 +485,12 @@ def test_a_small_benchmark_runs_and_compares(monkeypatch: Patch) -> None:
 
 
 def test_the_stored_results_are_of_the_experiment_as_it_is(quality: Any) -> None:
-    settings = quality.Settings()
     wanted = {
-        f"{unit}/{k}": quality.describe(unit, settings)
-        for unit in settings.units
+        f"{unit}/{k}": quality.describe(unit)
+        for unit in quality.UNITS
         for k in range(unit.trainings)
     }
-    assert {name: record["settings"] for name, record in QUALITY["units"].items()} == wanted
+    stored = {name: record["settings"] for name, record in QUALITY["units"].items()}
+    assert {name: wanted[name] for name in stored} == stored
+    families = {(name.partition("/")[0], "x24" in name) for name in stored}
+    assert len(families) == 7, "of each kind, those of 24 blocks too"

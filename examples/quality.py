@@ -172,7 +172,16 @@ UNITS: Final = (
     *(Unit("digits", width, 2, (200, 1e-3, 64), (600, 1e-3, 64)) for width in (512, 64)),
 )
 # Wide enough for eight skills merged by whole matrices; enough trainings to compare ways.
-QUICK: Final = (once("digits", 512, 2, (200, 1e-3, 64), (400, 1e-3, 64), merged=(2, 8)),)
+QUICK: Final = (
+    once(
+        *("digits", 512, 2, (200, 1e-3, 64), (400, 1e-3, 64)),
+        merged=(2, 8),
+        ways=(
+            *(AVERAGE, "wudi", f"{AVERAGE} + DARE 0.9", f"{AVERAGE}, matched with 64"),
+            *(f"{AVERAGE}, matched with 512", "tenths, matched with 512"),
+        ),
+    ),
+)
 # Trainings with seeds below were looked at when the recipes were chosen.
 FIRST_SEED: Final = 5000
 # Of the masks of a training: model i of a merge draws with seed + i, so that those which are ten

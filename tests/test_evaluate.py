@@ -146,6 +146,9 @@ def test_a_matched_merge_is_judged_by_examples_that_have_not_matched_it(
     llama.merger(held_out=0.25, **config).merge(tmp_path / "out")
     written = llama.merger(examples=files).evaluate([tmp_path / "out"])
     assert all(are_near(numbers_in(described, k), numbers_in(written, k)) for k in range(4))
+    words = "matched with these examples, and therefore better at them than elsewhere: 'out'"
+    assert words not in str(written)
+    assert words in str(llama.merger().evaluate([tmp_path / "out", llama.models[0]]))
 
 
 INPUTS: dict[str, Callable[[House, Path], Any]] = {

@@ -238,6 +238,15 @@ def test_tensors_in_memory_are_merged_and_left_as_they_are(tmp_path: Path, devic
         assert_same(model, original)
 
 
+@pytest.mark.parametrize("method", ["linear", "ties", "wudi"])
+def test_the_default_device_of_torch_is_nothing_to_a_merge(method: str) -> None:
+    base = {"w": torch.randn(64, 48), "b": torch.randn(7)}
+    models = [finetune(base, seed, 0.02) for seed in (1, 2)]
+    expected = dare_merge(base, models, DareConfig(method=method, drop_rate=0.5))
+    with torch.device("meta"):
+        assert_same(dare_merge(base, models, DareConfig(method=method, drop_rate=0.5)), expected)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rescale", [True, False])
 def test_dropped_deltas_are_masked_and_rescaled_without_a_word(

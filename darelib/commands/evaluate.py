@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from darelib.commands.options import SHARED, Flags, MergerClass, Options, make_merger, show
 from darelib.commands.report import Report, Section, Table
 from darelib.config import Group
-from darelib.core.text import ConfigError, printable, shorten_names
+from darelib.core.text import ConfigError, list_names, printable, shorten_names
+from darelib.models.tensorfile import peek_header
+from darelib.output.destination import RECIPE_KEY
 from darelib.run import load_matching
 
 if TYPE_CHECKING:
@@ -113,7 +115,24 @@ def judge_models(
         raise ConfigError("nothing judges the models", "give --examples FILE..., one for each")
     found = load_matching().judge(plan, inputs, others, interrupts)
     names = shorten_names([model.name for model in (*inputs, *others)])
+    judged = names[len(inputs) :]
+    found = replace(found, remarks=(*found.remarks, *find_biased(inputs, others, judged)))
     return EvaluationReport((*names, *(() if others else (MERGE,))), **vars(found))
+
+
+def find_biased(
+    inputs: Sequence[Checkpoint], others: Sequence[Checkpoint], names: Sequence[str]
+) -> Iterator[str]:
+    """Which models were matched with examples that judge them, as their recipes say."""
+    digests = [each.sha256 for model in inputs if (each := model.parts[0].examples)]
+    recipes = [peek_header(model.files[0].path)[1].get(RECIPE_KEY, "") for model in others]
+    pairs = zip(names, recipes, strict=True)
+    biased = [name for name, recipe in pairs if any(each in recipe for each in digests)]
+    if biased:
+        yield (
+            "matched with these examples, and therefore better at them than elsewhere: "
+            f"{list_names(biased)}"
+        )
 
 
 def run(flags: Flags, merger_class: MergerClass) -> None:

@@ -3,6 +3,7 @@ kernels.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from types import ModuleType
@@ -82,6 +83,12 @@ def merge_tensors(
         LOG.warning(warning)
     with torch.no_grad():
         return StateMerge(plan, states, out, solutions).run()
+
+
+def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Where torch makes tensors that name no device: beside one, whatever its default is."""
+    is_usual = torch.get_default_device().type == "cpu"
+    return nullcontext() if is_usual else tensor.device
 
 
 @dataclass(frozen=True)
@@ -195,7 +202,8 @@ class StateMerge:
             self._merge_on_gpu(self.gpu)
         for tensor in self.plan.merge.tensors:
             if tensor.name not in self.merged and tensor.name not in self.plan.tied:
-                self.merged[tensor.name] = self._merge_one(tensor)
+                with on_device(self.base[tensor.name]):
+                    self.merged[tensor.name] = self._merge_one(tensor)
         for name, same in self.plan.tied.items():
             merged = self.merged[same]
             self.merged[name] = merged if self.out is None else self.out[name].copy_(merged)

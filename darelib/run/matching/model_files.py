@@ -25,6 +25,7 @@ from darelib.models.checkpoint import Checkpoint
 from darelib.models.encodings import PLAIN, TensorInfo
 from darelib.plan.plan import Job, MergePlan, plan_merge
 from darelib.plan.tensorplan import TensorPlan, assign_offsets
+from darelib.run.in_memory import TORCH_TYPES
 from darelib.run.matching.language import (
     ExampleReader,
     Tokens,
@@ -32,7 +33,7 @@ from darelib.run.matching.language import (
     make_module,
     make_streams,
 )
-from darelib.run.matching.models import STORED_TYPES, Models
+from darelib.run.matching.models import Models
 from darelib.run.matching.network import BASE, START
 from darelib.run.matching.walk import Matched, Participant, Stream, start_from
 from darelib.run.rounds import run_rounds
@@ -116,7 +117,7 @@ def is_plain(info: TensorInfo | None, base: TensorInfo) -> bool:
         info
         and info.encoding is PLAIN
         and info.shape == base.shape
-        and info.dtype in STORED_TYPES
+        and info.dtype in TORCH_TYPES
         and info.count
     )
 
@@ -125,7 +126,7 @@ def read_plain(model: Checkpoint, name: str) -> Tensor:
     info = model.tensors[name]
     raw = torch.empty(info.nbytes, dtype=torch.uint8)
     model.read(info, 0, info.count, raw.numpy())
-    return raw.view(STORED_TYPES[info.dtype]).reshape(info.shape)
+    return raw.view(TORCH_TYPES[info.dtype]).reshape(info.shape)
 
 
 def as_floats(made: NDArray[np.uint8], info: TensorInfo) -> Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from darelib.config import DareConfig
 from darelib.config.settings import naming
-from darelib.core.formats import DTYPES
 from darelib.core.interrupts import Interrupts
 from darelib.core.text import DareError, progress
 from darelib.models.encodings import Described
@@ -32,6 +31,7 @@ from darelib.output.judged import (
 )
 from darelib.plan.plan import MergePlan, plan_merge
 from darelib.plan.tensorplan import TensorPlan
+from darelib.run.in_memory import TORCH_TYPES
 from darelib.run.matching.judging import LAMBDAS, Judge, Make, Streams, list_lambdas
 from darelib.run.matching.network import BASE, START, Network
 from darelib.run.matching.walk import (
@@ -44,8 +44,6 @@ from darelib.run.matching.walk import (
     explain_unmatched,
     find_tied,
 )
-
-STORED_TYPES: Final = {stored: getattr(torch, name) for name, stored in DTYPES.items()}
 
 
 class Weights(Protocol):
@@ -361,4 +359,4 @@ def mix(base: Tensor, start: Tensor, row: TensorPlan) -> Tensor:
         return start
     before = base.float()
     made = before + row.settings.lambda_coeff * (start.to(base.device) - before)
-    return made.to(STORED_TYPES.get(row.output.dtype, torch.float32)).float()
+    return made.to(TORCH_TYPES.get(row.output.dtype, torch.float32)).float()

@@ -10,7 +10,7 @@
     uv run examples/match_digits.py
 
 Any torch module works like this: match the merge, look how near it is to the models, let the images
-choose lambda. The last merge has a tenth of what each fine-tune changed; DARE dropped the rest.
+choose lambda. The last merge is of tenths, of what each fine-tune changed: DARE dropped the rest.
 """
 
 import sys
@@ -22,7 +22,7 @@ from digits import MODELS, TASKS, accuracies, held_out, load_model, load_split, 
 # So that it also runs without an installation.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dare import DareConfig, dare_evaluate, dare_match, dare_merge
+from dare import DareConfig, dare_evaluate, dare_match, dare_merge, dare_sparsify
 
 COUNT = 256  # images of each task
 BATCH = 16
@@ -40,11 +40,14 @@ def main() -> None:
     ]
     average = DareConfig(drop_rate=0.0, lambda_coeff="auto", matched=False)
     wudi = DareConfig(method="wudi")
+    tenths = [dare_sparsify(base, expert, seed=42 + i) for i, expert in enumerate(experts)]
+    whole = DareConfig(drop_rate=0.0)  # nothing more is dropped
     merges = {
         "DARE's defaults": dare_merge(base, experts),
+        "wudi": dare_merge(base, experts, wudi),
         "average, lambda auto": dare_match(network(), base, experts, batches, average),
         "wudi, matched": dare_match(network(), base, experts, batches, wudi),
-        "tenths, matched": dare_match(network(), base, experts, batches, DareConfig(drop_rate=0.9)),
+        "tenths, matched": dare_match(network(), base, tenths, batches, whole),
     }
     print(dare_evaluate(network(), base, experts, batches, list(merges.values())), end="\n\n")
     tests = held_out()

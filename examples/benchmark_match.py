@@ -53,6 +53,7 @@ SIZES = {
 EXAMPLES, LENGTH = 64, 512
 WAYS = ("linear", "wudi", "matched", "evaluate")
 READ = 1 << 24  # bytes at a time
+SHARD = 50  # tensors of a file
 # The command, and the most memory that it had: what the system counts of a child has its parent's.
 COMMAND = """
 import os, re, sys, dare
@@ -254,9 +255,10 @@ def write_models(size: str, folder: Path, layers: int | None, count: int) -> lis
         config.save_pretrained(folder / name)
         with torch.device("meta"):
             model = transformers.LlamaForCausalLM(config)
-        index = {}
-        shards: list[dict[str, Tensor]] = [{}]
-        for k, (key, each) in enumerate(model.named_parameters()):
+        table = {}
+        shard: dict[str, Tensor] = {}
+        parameters = list(model.named_parameters())
+        for k, (key, each) in enumerate(parameters):
             generator = torch.Generator(DEVICE).manual_seed(k)
             values = torch.randn(each.shape, generator=generator, device=DEVICE) * 0.02
             if each.dim() == 1:
@@ -264,13 +266,11 @@ def write_models(size: str, folder: Path, layers: int | None, count: int) -> lis
             generator.manual_seed(1000 * number + k)
             noise = torch.randn(each.shape, generator=generator, device=DEVICE) * 0.0005
             values = values + noise * (number > 0 and each.dim() > 1)
-            if sum(t.nbytes for t in shards[-1].values()) > 4_000_000_000:
-                shards.append({})
-            shards[-1][key] = values.bfloat16().cpu()
-            index[key] = len(shards) - 1
-        for k, shard in enumerate(shards):
-            save_file(shard, folder / name / f"model-{k:02}.safetensors", {"format": "pt"})
-        table = {key: f"model-{k:02}.safetensors" for key, k in index.items()}
+            shard[key] = values.bfloat16().cpu()
+            table[key] = f"model-{k // SHARD:02}.safetensors"
+            if k % SHARD == SHARD - 1 or k == len(parameters) - 1:
+                save_file(shard, folder / name / table[key], {"format": "pt"})
+                shard = {}
         (folder / name / "model.safetensors.index.json").write_text(
             json.dumps({"metadata": {}, "weight_map": table})
         )

@@ -516,6 +516,20 @@ def test_a_small_benchmark_runs_and_compares(monkeypatch: Patch) -> None:
         assert text[0] == ("1" if "broken" in pattern else "0")
 
 
+def test_a_small_benchmark_of_matching_runs(monkeypatch: Patch) -> None:
+    """A block of it beside the same by hand, and whole commands with one model's bytes twice."""
+    match = importlib.import_module("benchmark_match")
+    monkeypatch.setitem(match.SIZES, "0.1", (16, 32, 2, 4, 2, 1000))
+    monkeypatch.setattr(match, "EXAMPLES", 16)
+    monkeypatch.setattr(match, "LENGTH", 32)
+    block = json.loads(run(match, "block --examples 16 --times 1").partition("\n")[2])
+    assert block["tokens of each model"] == 16 * 32
+    printed = run(match, "command --models 3").splitlines()
+    figures = {name for line in printed[2:] for name in json.loads(line.replace("? s", "s"))}
+    assert {f"{way}, GB" for way in match.WAYS} | {"before", "after"} <= figures
+    assert not Path("benchmark_match").exists()
+
+
 def test_the_stored_results_are_of_the_experiment_as_it_is(quality: Any) -> None:
     wanted = {
         f"{unit}/{k}": quality.describe(unit)

@@ -19,6 +19,8 @@ Numbers = tuple[float, float, float]  # loss, agreement, divergence
 NEAR = 1e-5
 LLAMA = {**GROUPED, "head_dim": 8, "initializer_range": 0.3, "tie_word_embeddings": False}
 TIED = {**LLAMA, "tie_word_embeddings": True}
+EYES = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "image_size": 8,
+        "num_hidden_layers": 3, "patch_size": 4}  # fmt: skip
 LAYERS = ["sliding_attention", "full_attention"]
 # Their class and its settings; how many matrices are matched, and words of the report.
 KINDS: dict[str, tuple[str, str, dict[str, Any], int, str]] = {
@@ -26,6 +28,9 @@ KINDS: dict[str, tuple[str, str, dict[str, Any], int, str]] = {
     "qwen": ("Qwen3ForCausalLM", "Qwen3Config", TIED, 14, ""),
     "gemma": ("Gemma3ForCausalLM", "Gemma3TextConfig",
               {**TIED, "layer_types": LAYERS, "sliding_window": 4}, 14, ""),
+    "sees": ("Gemma3ForConditionalGeneration", "Gemma3Config", {"text_config": {
+                **TIED, "layer_types": LAYERS, "sliding_window": 4}, "vision_config": EYES,
+                "mm_tokens_per_image": 4}, 14, ""),
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", {**GPT2, "initializer_range": 0.3}, 8, ""),
     "moe": ("MixtralForCausalLM", "MixtralConfig", {**TIED, "num_local_experts": 4}, 8,
             "not matched (no plain matrices): 'model.layers.0.mlp."),

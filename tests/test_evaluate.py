@@ -108,7 +108,7 @@ def test_texts_are_judged_by_all_their_tokens_and_a_module_without_blocks_as_a_w
         )
         for k, file in enumerate([*llama.examples, llama.examples[0]])
     ]
-    monkeypatch.setattr(network, "find_blocks", lambda model: ("", []))
+    monkeypatch.setattr(network, "find_blocks", lambda model: [])
     report = check_numbers(llama, tmp_path, texts)
     assert "text 0.jsonl (all tokens)" in str(report)
     assert "text 0.jsonl: 20 examples, 170 tokens" in str(report)
@@ -511,9 +511,11 @@ def test_a_full_disk_is_said(
         """A file on a full disk."""
 
         def seek(self, _: int) -> None: ...
-        def close(self) -> None: ...
         def write(self, _: Any) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        def close(self) -> None:
+            self.write(b"what was held back")
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("darelib.run.matching.models.TemporaryFile", lambda **_: Full())

@@ -60,7 +60,7 @@ def change_a_byte(folder: Path, tensor: torch.Tensor) -> None:
 # --- which models ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["llama", "moe", *map(slow, ("qwen", "gemma", "gpt2"))])
+@pytest.mark.parametrize("kind", ["llama", "moe", *map(slow, ("qwen", "gemma", "sees", "gpt2"))])
 def test_models_of_any_architecture_are_matched_verified_and_loaded(
     houses: Callable[[str], House], tmp_path: Path, kind: str
 ) -> None:
@@ -68,6 +68,7 @@ def test_models_of_any_architecture_are_matched_verified_and_loaded(
     merger = house.merger(max_shard_size="8kB")
     report = merger.merge(tmp_path / "out").matching
     assert report.after < report.before
+    assert len(report.blocks) >= 2, "by blocks"
     assert all(block.after < block.before for block in report.blocks)
     assert sum(block.matrices for block in report.blocks) == house.matched
     assert house.words in str(report)
@@ -176,6 +177,8 @@ def test_an_adapter_as_the_output_is_the_best_of_its_rank(
         u, s, v = torch.linalg.svd((merged[name] - start[name]).double())
         assert near(change, u[:, :4] * s[:4] @ v[:4], 1e-3), name
     adapters = INPUTS["adapters"](llama, tmp_path)["models"]
+    small = llama.merger(models=adapters, adapter_rank=4)
+    assert small.plan(tmp_path / "small").matching.matrices == 14, "no adapter has the head"
     with pytest.raises(ConfigError, match="adapter_rank full is found from the models' changes"):
         llama.merger(models=adapters, adapter_rank="full").merge(tmp_path / "full")
     assert not (tmp_path / "full").exists()
@@ -279,7 +282,7 @@ def test_few_examples_and_files_in_another_order_are_warned_about(
     assert "warning: other models are better at 'code.jsonl', 'math.jsonl' than those" in printed
     run(*llama.flags, "-o", tmp_path / "out2", "--examples", math, math)
     printed = capsys.readouterr().err
-    assert "code is no better than the base on the answers of its own examples" in printed
+    assert "code: math.jsonl', the fine-tune whose examples these should be is no better" in printed
     assert "other models" not in printed
 
 

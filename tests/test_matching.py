@@ -299,6 +299,14 @@ def test_a_matrix_that_is_not_used_once_by_every_token_stays() -> None:
     assert find_changed(Odd(), make_states(Odd()), BATCHES) == ["plain.weight"]
 
 
+def test_a_tied_weight_is_found_by_any_of_its_names() -> None:
+    states = [{**state, "other.weight": state["tied.weight"]} for state in make_states(Odd())]
+    expected = match(Odd(), states, BATCHES)
+    for state in states[1:]:
+        del state["tied.weight"]
+    assert_same(match(Odd(), states, BATCHES), expected)
+
+
 class Around(Tower):
     """A matrix that is used before the blocks and after them."""
 
@@ -330,9 +338,49 @@ class Mixed(Tower):
         return self.head(sum([x := block(x) for block in self.blocks]))
 
 
+class Detached(Tower):
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return self.head(self.blocks(self.embed(x).detach()))
+
+
+class Repeated(Tower):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(block := Block(1.0), block)
+
+
+class Sighted(Tower):
+    """More blocks, of something that is not in the batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eyes = nn.Sequential(*(Block(1.0) for _ in range(3)))
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return self.eyes(x) if x.shape[-1] == WIDTH else super().forward(x)
+
+
+def test_blocks_are_those_that_the_batches_go_through(caplog: pytest.LogCaptureFixture) -> None:
+    module = Sighted()
+    changed = find_changed(module, make_states(module), BATCHES)
+    assert changed == [f"{name}.weight" for name in MATRICES]
+    assert "as a whole" not in caplog.text
+
+
+def test_matching_is_the_same_where_torch_infers() -> None:
+    expected = match(TOWER, STATES, BATCHES)
+    with torch.inference_mode():
+        assert_same(match(TOWER, STATES, BATCHES), expected)
+
+
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [(Guided, "more than hidden states of the one before"), (Mixed, "more than its last block")],
+    [
+        (Guided, "more than hidden states of the one before"),
+        (Mixed, "more than its last block"),
+        (Detached, "cannot be traced to its weights"),
+        (Repeated, ""),
+    ],
 )
 def test_a_module_that_cannot_be_walked_by_blocks_is_matched_as_a_whole(
     kind: type[Tower], reason: str, caplog: pytest.LogCaptureFixture
@@ -369,15 +417,22 @@ def make_vit() -> tuple[nn.Module, Batches]:
     return module, [[{"pixel_values": own}] for own in images]
 
 
+def make_llama() -> tuple[nn.Module, Batches]:
+    ids = [draw(4, 12, seed=k).mul(100).long() % 40 for k in range(2)]
+    return family_model("llama"), [[{"input_ids": own}] for own in ids]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [make_bert, make_vit])
+@pytest.mark.parametrize("make", [make_bert, make_vit, make_llama])
 def test_models_of_transformers_are_matched_in_memory(
-    make: Callable[[], tuple[nn.Module, Batches]],
+    make: Callable[[], tuple[nn.Module, Batches]], caplog: pytest.LogCaptureFixture
 ) -> None:
     module, batches = make()
     states = make_states(module)
     assert compare(module, states, batches) < 1
     assert len(find_changed(module, states, batches)) >= 12
+    assert "as a whole" not in caplog.text
+    assert getattr(module.config, "use_cache", True), "as it was"
 
 
 @pytest.mark.parametrize(
@@ -393,6 +448,12 @@ def test_batches_and_states_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         match(TOWER, states, batches)
+
+
+def test_a_base_without_a_buffer_of_the_module_is_refused() -> None:
+    module = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5))
+    with pytest.raises(ConfigError, match=r"has no tensor '1\.running_mean'"):
+        match(module, make_states(module), BATCHES)
 
 
 # --- modules as people write them -----------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dare import DareMerger
+from dare import DareError, DareMerger
 from darelib.run.matching.matched_files import Trials
 from darelib.run.matching.model_files import Inputs
 from darelib.run.matching.network import START
@@ -32,6 +32,11 @@ def made(monkeypatch: Patch) -> list[str]:
 
     monkeypatch.setattr(Inputs, "make", note)
     return seen
+
+
+def test_a_folder_without_room_for_trials_is_refused_at_once(llama: House, tmp_path: Path) -> None:
+    with pytest.raises(DareError, match="what is merged cannot be kept until it is judged"):
+        search(llama.merger(), {"drop_rate": [0.0, 0.5]}, folder=tmp_path / "missing")
 
 
 @pytest.mark.parametrize("is_matched", [True, slow(False)])

@@ -18,6 +18,7 @@ from darelib.core.tuning import TUNING
 LOG: Final = logging.getLogger("dare")
 # How many names a message lists before it says "and 12 more".
 LISTED: Final = 3
+MOST_KNOWN: Final = 60  # names that a hint lists
 # How many characters of a message are printed: names may be as long as a header.
 MAX_MESSAGE: Final = 4000
 # How many characters of a name the tables show.
@@ -144,9 +145,10 @@ def nearest(word: str, known: Iterable[str], folder: str = "") -> str:
 
     alike = [other for other in known if other[:1].lower() == word[:1].lower()]
     close = difflib.get_close_matches(word, alike, n=1)
-    return (
-        f"did you mean {folder}{close[0]}?" if close else f"known here: {', '.join(sorted(known))}"
-    )
+    if close:
+        return f"did you mean {folder}{close[0]}?"
+    every = sorted(known)
+    return f"known here: {', '.join(every[:MOST_KNOWN])}{', ...' * (len(every) > MOST_KNOWN)}"
 
 
 def count_of(number: int, what: str) -> str:

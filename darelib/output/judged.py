@@ -18,6 +18,7 @@ DRAWS: Final = 1000  # of the bootstrap
 ANSWERS: Final = "answers"
 TOKENS: Final = "all tokens"  # where no answers are marked
 ROWS: Final = "rows"  # of what a module gives: nothing says what is right
+MARGIN: Final = 0.98  # of a loss: what is below fits a model better
 DOUBT: Final = 0.05  # of these draws: models that change places so often cannot be told apart
 
 Array: TypeAlias = NDArray[np.float64]
@@ -73,15 +74,16 @@ class Score:
         """The loss on answers, or the distance from the fine-tune where none are marked."""
         return Cost(self.loss if self.kind == ANSWERS else self.divergence, self.tokens)
 
+    @property
+    def mean_loss(self) -> float:
+        return Cost(self.loss, self.tokens).mean
+
     def as_dict(self) -> dict[str, float | None]:
-        loss, agreement, divergence = (
-            Cost(sums, self.tokens).mean for sums in (self.loss, self.same, self.divergence)
-        )
         has_loss = self.kind != ROWS  # else nothing says what is right
         return {
-            "loss": loss if has_loss else None,
-            "agreement": agreement,
-            "divergence": divergence,
+            "loss": self.mean_loss if has_loss else None,
+            "agreement": Cost(self.same, self.tokens).mean,
+            "divergence": Cost(self.divergence, self.tokens).mean,
         }
 
 
@@ -134,26 +136,32 @@ def explain_best(names: Sequence[str], models: Sequence[Costs]) -> str:
     return f"of those that are judged and the base, {names[best]!r} is the best{doubt}"
 
 
-def find_disorder(files: Sequence[JudgedFile], base: Costs, owners: Costs) -> Iterator[str]:
-    """Files on which their own model is no better than the base. owners: the models' own costs."""
-    rows = zip(files, base, owners, strict=True)
-    wrong = [f.name for f, before, own in rows if f.kind == ANSWERS and own.mean >= before.mean]
+def explain_order(
+    files: Sequence[str],
+    base: Sequence[float],
+    own: Sequence[float],
+    losses: Sequence[Sequence[float]] = (),
+) -> Iterator[str]:
+    """Files that may be in another order than the models, or of another task.
+
+    Losses by file: of the base, of the model whose they should be, of each model if that is known.
+    """
+    best = [int(np.argmin(row)) for row in losses]
+    swapped = [k for k, row in enumerate(losses) if row[best[k]] < MARGIN * min(own[k], base[k])]
+    # One alone, or several that fit one model: that is just the better model.
+    if len(swapped) < 2 or len({best[k] for k in swapped}) < len(swapped):
+        swapped = []
+    if swapped:
+        yield (
+            f"other models are better at {list_names([files[k] for k in swapped])} than those "
+            "whose examples these should be: are the files in another order than the models?"
+        )
+    rows = enumerate(zip(base, own, strict=True))
+    wrong = [files[k] for k, (before, after) in rows if after >= before and k not in swapped]
     if wrong:
         yield (
             f"on {list_names(wrong)}, the fine-tune whose examples these should be is no better "
             "than the base: are the files in another order than the models, or of another task?"
-        )
-
-
-def find_swaps(files: Sequence[str], losses: Sequence[Sequence[float]]) -> Iterator[str]:
-    """Files that may belong to other models. losses: by file and model."""
-    best = [int(np.argmin(row)) for row in losses]
-    swapped = [k for k, row in enumerate(losses) if row[best[k]] < row[k]]
-    # One alone, or several that fit one model: that is just the better model.
-    if len(swapped) > 1 and len({best[k] for k in swapped}) == len(swapped):
-        yield (
-            f"other models are better at {list_names([files[k] for k in swapped])} than those "
-            "whose examples these should be: are the files in another order than the models?"
         )
 
 

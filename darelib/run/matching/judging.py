@@ -22,6 +22,7 @@ from darelib.run.matching.network import (
     Load,
     Network,
     Weights,
+    bring,
     first_tensor,
     put_aside,
 )
@@ -105,14 +106,14 @@ class Judge:
             lambda: {who: [None] * len(streams) for who, streams in tests.items()}
         )
         for segment in self.network.segments[:-1]:
+            # A head takes most of a small GPU.
+            keep = bring if segment.number == len(self.network.blocks) - 1 else put_aside
             for k, weights in enumerate(make(segment.parameters)):
                 widened = self.network.widen(weights)
                 for who, streams in tests.items():
                     known = reached[k][who]
                     for b, stream in enumerate(streams):
-                        known[b] = put_aside(
-                            self.network.call(segment, widened, stream.batch, known[b])
-                        )
+                        known[b] = keep(self.network.call(segment, widened, stream.batch, known[b]))
                 self.advance()
         return reached
 

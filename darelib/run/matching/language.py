@@ -67,7 +67,6 @@ def make_module(folder: Path, name: str) -> Any:
         )
     try:
         config = kind.config_class.from_pretrained(folder, local_files_only=True)
-        config.use_cache = False
         with without_values(), torch.random.fork_rng(devices=[]):
             module: Any = kind(config)
     except Exception as error:  # whatever a wrong configuration leads to

@@ -31,10 +31,9 @@ from darelib.output.judged import (
     Costs,
     Judgement,
     LambdaChoice,
+    explain_order,
     find_cost,
-    find_disorder,
     find_doubts,
-    find_swaps,
     list_costs,
 )
 from darelib.output.matched import (
@@ -52,7 +51,14 @@ from darelib.run.matching.judging import LAMBDAS, Judge, Streams, list_lambdas
 from darelib.run.matching.model_files import ModelFiles
 from darelib.run.matching.models import Keep, Spool
 from darelib.run.matching.network import BASE
-from darelib.run.matching.walk import Matched, Participant, enlist, start_from, summarize
+from darelib.run.matching.walk import (
+    Matched,
+    Participant,
+    enlist,
+    enlist_watched,
+    start_from,
+    summarize,
+)
 from darelib.run.products import open_worker
 from darelib.run.rounds import run_rounds
 from darelib.run.threads import Made, Order, publish, run_merge
@@ -106,8 +112,7 @@ class MatchedOutput:
         for number, file in enumerate(plan.files):
             output.write_at(number, memoryview(file.header), 0)
         report = self._report(results)
-        remarks = [*self._find_swaps()] or [*find_useless(report.losses)]
-        warnings = (*plan.warnings, *remarks)
+        warnings = (*plan.warnings, *self._explain_order())
         return replace(plan, matching=report, warnings=warnings), self.outcomes
 
     def _write(self, row: TensorPlan, solved: Tensor, output: Output) -> None:
@@ -166,24 +171,16 @@ class MatchedOutput:
                 name = plan.models[participant.who]
                 yield AnswerLoss(name, base, own, merged if is_walked else None)
 
-    def _find_swaps(self) -> Iterator[str]:
-        losses: dict[int, list[float]] = {}
-        for each in self.participants:
-            loss = each.mean_loss("own")
-            if each.owner is not None and each.who != BASE and loss is not None:
-                losses.setdefault(each.owner, []).append(loss)
-        if len(losses) == len(self.order.plan.models):
-            yield from find_swaps([self.models.titles[k] for k in losses], [*losses.values()])
-
-
-def find_useless(losses: Sequence[AnswerLoss]) -> Iterator[str]:
-    for loss in losses:
-        if loss.own >= loss.base:
-            yield (
-                f"{loss.model} is no better than the base on the answers of its own examples, so "
-                "matching teaches the merge nothing of it: are the files in another order than "
-                "the models, or of another task?"
-            )
+    def _explain_order(self) -> Iterator[str]:
+        found = {(each.who, each.subject): each.mean_loss("own") for each in self.participants}
+        losses = {pair: loss for pair, loss in found.items() if loss is not None}
+        known = [k for k in self.models.titles if (BASE, k) in losses]
+        yield from explain_order(
+            [self.models.titles[k] for k in known],
+            [losses[BASE, k] for k in known],
+            [losses[k, k] for k in known],
+            [[losses[j, k] for j in known] for k in known],
+        )
 
 
 def check_order(order: Order) -> None:
@@ -217,7 +214,7 @@ def estimate(plan: FilePlan, inputs: Sequence[Checkpoint]) -> PlannedMatch:
     judged = sum(Participant(who, own).tokens for who, own in held.items()) if is_auto else 0
     find = models.names.find_tensor
     blocks = [
-        [models.rows[name].base.shape for name in filter(None, map(find, segment.matrices))]
+        [inputs[0].tensors[name].shape for name in filter(None, map(find, segment.matrices))]
         for segment in models.network.segments
     ]
     entries = [sum(map(math.prod, shapes)) for shapes in blocks]
@@ -245,7 +242,7 @@ def run(order: Order) -> Made:
     check_order(order)
     models = ModelFiles(order.plan, order.inputs, order.interrupts)
     used, held = divide_examples(models)
-    participants = enlist(used)
+    participants = enlist_watched(used)
     if not models.config.is_auto:
         with models.opened():
             output = MatchedOutput(order, models, participants)
@@ -336,11 +333,12 @@ class Trials:
     def score(self, config: DareConfig | None) -> Costs:
         """By file. None: of the base."""
         if config is None:
-            base = list_costs(self.judge.score_one(BASE))
-            owners = list_costs(self.owners)
-            for remark in (*find_doubts(self.files), *find_disorder(self.files, base, owners)):
+            base = self.judge.score_one(BASE)
+            before, own = ([score.mean_loss for score in row] for row in (base, self.owners))
+            order = explain_order([file.name for file in self.files], before, own)
+            for remark in (*find_doubts(self.files), *order):
                 LOG.warning(remark)
-            return base
+            return list_costs(base)
         models = self.models.with_config(config)
         make = models.scale(list_lambdas(config), self._find_spool(models), keeps=True)
         costs = list(map(list_costs, self.judge.score(make)))
@@ -371,6 +369,7 @@ def open_trials(
     plan = plan_merge(replace(config, lambda_coeff=1.0), inputs)
     models = ModelFiles(plan, inputs, interrupts)
     models.check_predicts()
+    Spool(folder).close()  # whether there can be one
     used, held = models.divide(bool(config.held_out))
     skills = {who: streams for who, streams in held.items() if who != BASE}
     with models.opened(), models.judging(skills, 1) as judge:

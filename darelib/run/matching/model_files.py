@@ -55,7 +55,6 @@ class Inputs:
         others: Sequence[Checkpoint] = (),
     ) -> None:
         """others: models that are only judged; their numbers follow those of the merge's models."""
-        self.inputs = inputs
         self.interrupts = interrupts
         # What was counted of the start, by tensor and the start of each job.
         self.found: dict[str, dict[int, dict[int, Tally]]] = {}

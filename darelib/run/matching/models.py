@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Protocol, TypeAlias
@@ -22,11 +22,11 @@ from darelib.core.text import DareError, progress
 from darelib.models.encodings import Described
 from darelib.models.examples import divide
 from darelib.output.judged import (
+    ROWS,
     Judgement,
     LambdaChoice,
     explain_best,
-    find_disorder,
-    find_swaps,
+    explain_order,
     list_costs,
 )
 from darelib.plan.plan import MergePlan, plan_merge
@@ -35,6 +35,7 @@ from darelib.run.in_memory import TORCH_TYPES
 from darelib.run.matching.judging import LAMBDAS, Judge, Make, Streams, list_lambdas
 from darelib.run.matching.network import BASE, START, Network
 from darelib.run.matching.walk import (
+    MANY,
     RIDGE,
     Matched,
     Participant,
@@ -46,7 +47,7 @@ from darelib.run.matching.walk import (
 )
 
 
-class Weights(Protocol):
+class WeightSource(Protocol):
     """Tensors of models in float32, or as they are stored."""
 
     def make(self, who: int, names: Sequence[str]) -> dict[str, Tensor]: ...
@@ -59,9 +60,12 @@ class Spool:
         self.folder = folder
         with self.explained():
             self.file = TemporaryFile(dir=folder)  # noqa: SIM115
-        self.close = self.file.close
         self.size = 0
         self.places: dict[str, tuple[int, torch.Size]] = {}
+
+    def close(self) -> None:
+        with suppress(OSError):  # of what found no room, and is said already
+            self.file.close()
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -182,7 +186,7 @@ class Models:
         device: torch.device,
         plan: MergePlan,
         inputs: Sequence[Described],
-        weights: Weights,
+        weights: WeightSource,
         interrupts: Interrupts,
     ) -> None:
         self.inputs = inputs
@@ -194,7 +198,7 @@ class Models:
         self.examples: dict[int, list[Any]] = {}
         self.titles: dict[int, str] = {}
 
-    def use(self, plan: MergePlan, weights: Weights) -> None:
+    def use(self, plan: MergePlan, weights: WeightSource) -> None:
         """Merge as this plan says."""
         self.config = plan.config
         self.rows = {tensor.name: tensor for tensor in plan.tensors}
@@ -240,8 +244,10 @@ class Models:
 
     def explain_left(self, parameter: str) -> str:
         """Why a matrix is not to be matched, or ""."""
-        row = self.rows.get(self.names.find_tensor(parameter))
-        return explain_unmatched(row, parameter in self.tied, self.config)
+        name = self.names.find_tensor(parameter)
+        if not name:
+            return MANY
+        return explain_unmatched(self.rows.get(name), parameter in self.tied, self.config)
 
     def match(self, participants: Sequence[Participant]) -> Iterator[Matched]:
         """Of each segment, what is solved is gone at the next."""
@@ -333,17 +339,18 @@ class Models:
         several, the best.
         """
         count = len(self.inputs) - 1
-        own = [BASE, *range(count + len(others))]
-        with self.judging(held, len(own) + len(merges)) as judge:
-            scores = [judge.score_one(who) for who in own]
+        judged = [BASE, *range(count + len(others))]
+        with self.judging(held, len(judged) + len(merges)) as judge:
+            scores = [judge.score_one(who) for who in judged]
             tried = judge.score(self.scale(merges, solved)) if merges else []
         files = judge.describe(scores[0])
         skills = files[:count]
         costs = [list_costs(row[:count]) for row in scores]
-        owners = [costs[1 + k][k] for k in range(count)]
-        losses = [[row[k].mean for row in costs[1 : 1 + count]] for k in range(count)]
-        swaps = find_swaps([file.name for file in skills], losses)
-        remarks = [*swaps] or [*find_disorder(skills, costs[0], owners)]
+        base, *models = ([score.mean_loss for score in row[:count]] for row in scores[: 1 + count])
+        losses = [[row[k] for row in models] for k in range(count)]
+        own = [row[k] for k, row in enumerate(losses)]
+        has_loss = skills[0].kind != ROWS
+        remarks = [*explain_order([e.name for e in skills], base, own, losses)] if has_loss else []
         if others:
             remarks.append(explain_best(["base", *others], [costs[0], *costs[1 + count :]]))
         choice = None

@@ -9,8 +9,8 @@ with. Where that is not what the module itself would do, it is one segment.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from typing import Any, TypeAlias
@@ -33,6 +33,9 @@ OTHERS = "no plain matrices"
 OFTEN = "used more than once"
 WHOLE = -2  # the number of a segment that is all of the module
 BEFORE = -1  # of the one before the first block
+NOT_CALLED = "its blocks are not called"
+# Arguments that are the same if they are equal.
+PLAIN = bool | int | float | str | torch.Size | torch.device | torch.dtype
 
 
 class Reached(Exception):
@@ -48,8 +51,8 @@ class Segment:
     name: str
     number: int  # of a block
     parameters: list[str]
-    matrices: dict[str, nn.Module] = field(hash=False)  # by the names of their weights
-    others: dict[str, str] = field(hash=False)  # all else, and why it is not matched
+    matrices: dict[str, nn.Module]  # by the names of their weights
+    others: dict[str, str]  # all else, and why it is not matched
 
 
 def is_matrix(module: nn.Module) -> bool:
@@ -61,9 +64,11 @@ def is_transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
-def find_blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
-    """The longest list of modules that hold two matrices or more, each a module that is called."""
-    found: tuple[str, list[nn.Module]] = "", []
+def find_blocks(model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
+    """Lists of modules that hold two matrices or more, each a module that is called; the longest
+    first.
+    """
+    found = []
     kinds = getattr(model, "_no_split_modules", None) or ()
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential):
@@ -72,9 +77,16 @@ def find_blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
         known = all(type(block).__name__ in kinds for block in blocks)
         called = not any(isinstance(block, nn.ModuleList | nn.ModuleDict) for block in blocks)
         full = all(sum(map(is_matrix, block.modules())) > 1 for block in blocks)
-        if called and (known or full) and len(blocks) > max(1, len(found[1])):
-            found = name, blocks
-    return found
+        if called and (known or full) and len({*blocks}) == len(blocks) > 1:
+            found.append((name, blocks))
+    return sorted(found, key=lambda each: -len(each[1]))
+
+
+def find_names(model: nn.Module) -> list[str]:
+    """Of what is stored of a module: parameters, then buffers."""
+    stored = model.state_dict().keys()
+    buffers = [name for name, _ in model.named_buffers() if name in stored]
+    return [*(name for name, _ in model.named_parameters()), *buffers]
 
 
 def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -86,7 +98,9 @@ def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def move(tree: Any, device: torch.device) -> Any:
     def move_one(each: Any) -> Any:
-        return each.to(device, non_blocking=True) if isinstance(each, Tensor) else each
+        # What goes into main memory is waited for.
+        is_later = device.type != "cpu"
+        return each.to(device, non_blocking=is_later) if isinstance(each, Tensor) else each
 
     return pytree.tree_map(move_one, tree)
 
@@ -101,7 +115,8 @@ def put_aside(tree: Any) -> Any:
     def put_one(each: Any) -> Any:
         if not isinstance(each, Tensor) or not each.is_cuda:
             return each
-        return each if has_room(each.device, find_size(each.device) // 2) else bring(each)
+        half = find_size(each.device) // 2
+        return each if torch.cuda.memory_allocated(each.device) <= half else bring(each)
 
     return pytree.tree_map(put_one, tree)
 
@@ -116,13 +131,6 @@ def bring(tree: Any) -> Any:
         return empty.copy_(each)
 
     return pytree.tree_map(bring_one, tree)
-
-
-def has_room(device: torch.device, wanted: int) -> bool:
-    """Whether a device can hold so many bytes more."""
-    if device.type != "cuda":
-        return True
-    return torch.cuda.memory_allocated(device) + wanted <= find_size(device)
 
 
 def find_size(device: torch.device) -> int:
@@ -166,7 +174,11 @@ def is_same(one: Any, other: Any) -> bool:
     """Whether two arguments are the same, so far as that can be known."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one, other)
-    return one is other or (isinstance(one, bool | int | float | str) and one == other)
+    return one is other or (isinstance(one, PLAIN) and type(one) is type(other) and one == other)
+
+
+def is_near(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, 1e-4, 1e-5)
 
 
 def first_tensor(tree: Any) -> Tensor:
@@ -177,21 +189,30 @@ class Network:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model = model
         self.device = device
-        prefix, self.blocks = find_blocks(model)
-        self.prefixes = [f"{prefix}.{k}." for k in range(len(self.blocks))]
-        stored = model.state_dict().keys()
-        buffers = [name for name, _ in model.named_buffers() if name in stored]
-        self.names = [*(name for name, _ in model.named_parameters()), *buffers]
-        self.own = [name for name in self.names if not name.startswith(tuple(self.prefixes))]
-        # What is needed there: all of it after the blocks, until that is known.
-        self._before: list[str] = []
-        self._after = self.own
-        self._places: list[int] = []  # by block: of the hidden states among what it is given
+        self.names = find_names(model)
+        self.lists = find_blocks(model)
+        self._owners = {
+            f"{path}.{own}" if path else own: (module, each)
+            for path, module in model.named_modules()
+            for own, each in module.named_parameters(recurse=False)
+        }
+        self._replaced = ExitStack()  # while blocks are
+        self._use(*(self.lists or [("", [])])[0])
         # The arguments of one block, by batch: all but the hidden states stay the same.
         self._cached: tuple[int, dict[int, Any]] = WHOLE, {}
         self._at = WHOLE  # the block at which to stop
         self._known: Any = None  # what the last block that is done gave
         self._watch: Callable[[int, Any], Any] | None = None  # what runs blocks, where all are run
+
+    def _use(self, prefix: str, blocks: list[nn.Module]) -> None:
+        """Divide the module by these blocks."""
+        self.blocks = blocks
+        self.prefixes = [f"{prefix}.{k}." for k in range(len(blocks))]
+        self.own = [name for name in self.names if not name.startswith(tuple(self.prefixes))]
+        # What is needed there: all of it after the blocks, until that is known.
+        self._before: list[str] = []
+        self._after = self.own
+        self._places: list[int] = []  # by block: of the hidden states among what it is given
 
     @property
     def segments(self) -> list[Segment]:
@@ -206,15 +227,10 @@ class Network:
         return [before, *inside, after]
 
     def _make_segment(self, name: str, number: int, parameters: list[str]) -> Segment:
-        owners = {
-            f"{path}.{own}" if path else own: (module, each)
-            for path, module in self.model.named_modules()
-            for own, each in module.named_parameters(recurse=False)
-        }
         matrices: dict[str, nn.Module] = {}
         others: dict[str, str] = {}
-        for each in (name for name in parameters if name in owners):  # all but buffers
-            module, weight = owners[each]
+        for each in (name for name in parameters if name in self._owners):  # all but buffers
+            module, weight = self._owners[each]
             if is_matrix(module) and each.rpartition(".")[2] == "weight":
                 if self.blocks and each in self._before and each in self._after:
                     others[each] = OFTEN
@@ -228,24 +244,38 @@ class Network:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """While blocks are replaced, nothing is trained and no gradient kept."""
+        """While the module is called by blocks, nothing is trained and nothing kept, neither
+        gradients nor what generates text.
+        """
         modes = {module: module.training for module in self.model.modules()}
+        configs: list[Any] = [getattr(module, "config", None) for module in modes]
+        caching = [each for each in configs if getattr(each, "use_cache", False)]
+        try:
+            with torch.inference_mode(False), torch.no_grad(), fast_products(), self._replaced:
+                self.model.eval()
+                for each in caching:
+                    each.use_cache = False
+                yield
+        finally:
+            for each in caching:
+                each.use_cache = True
+            for module, mode in modes.items():
+                module.training = mode
+
+    @contextmanager
+    def _replace_blocks(self) -> Iterator[None]:
+        kept = [block.__dict__.get("forward") for block in self.blocks]
+        self._forwards = [block.forward for block in self.blocks]
         replaced = list(self.blocks)
-        kept = [block.__dict__.get("forward") for block in replaced]
-        self._forwards = [block.forward for block in replaced]
         for k, block in enumerate(replaced):
             block.forward = partial(self._enter, k)
         try:
-            with torch.no_grad(), fast_products():
-                self.model.eval()
-                yield
+            yield
         finally:
             for block, forward in zip(replaced, kept, strict=True):
                 del block.forward
                 if forward is not None:
                     block.forward = forward
-            for module, mode in modes.items():
-                module.training = mode
 
     def _enter(self, k: int, *args: Any, **kwargs: Any) -> Any:
         if self._watch:
@@ -271,6 +301,7 @@ class Network:
         if 0 <= segment.number < len(self.blocks):
             arguments = self._find_arguments(segment.number, batch, known)
             return self._run_block(segment.number, weights, arguments)
+        self._cached = WHOLE, {}
         # The whole module is called, and may look at what it does not need here.
         weights = self.make_empty() | dict(weights)
         if segment.number == BEFORE:
@@ -302,10 +333,6 @@ class Network:
             name: zero.expand(own[name].shape) for name in self.own if own[name].is_floating_point()
         }
 
-    def forget(self) -> None:
-        """What is remembered of blocks' arguments."""
-        self._cached = WHOLE, {}
-
     def reach(self, at: int, batch: Any, known: Any, weights: Weights) -> Any:
         """The arguments of a block. known: what the block before it gave."""
         self._at, self._known = at, known
@@ -317,11 +344,19 @@ class Network:
 
     def choose_way(self, load: Load, batch: Any) -> None:
         """By blocks, if the module can be called so; else as a whole, as one segment."""
-        if self.blocks and (reason := self.find_obstacle(load, batch)):
+        reason = ""
+        for prefix, blocks in self.lists:
+            self._use(prefix, blocks)
+            self._replaced.enter_context(self._replace_blocks())
+            reason = self.find_obstacle(load, batch)
+            if not reason:
+                return
+            self._replaced.close()
+            if reason != NOT_CALLED:  # others may be: images have blocks of their own
+                break
+        self._use("", [])
+        if reason:
             LOG.warning(f"the model is matched as a whole, which takes longer: {reason}")
-            for block, forward in zip(self.blocks, self._forwards, strict=True):
-                block.forward = forward
-            self.blocks, self.prefixes = [], []
 
     def find_obstacle(self, load: Load, batch: Any) -> str:
         """Why the module cannot be called block by block, or "": it is called as a whole, once, and
@@ -344,6 +379,8 @@ class Network:
             self._watch = watch
             whole = self.call(after, weights, batch, None)
             self._watch = None
+            if not calls:
+                return NOT_CALLED
             if [k for k, _, _ in calls] != list(range(len(self.blocks))):
                 return "its blocks are not called one after the other"
             known = None
@@ -355,16 +392,23 @@ class Network:
                 empty = {name: each.requires_grad_() for name, each in self.make_empty().items()}
                 self._before = find_needed(self.reach(0, batch, None, empty), empty)
                 self._after = find_needed(self.call(after, empty, batch, known), empty)
-            walked = self.call(after, weights, batch, known)
+            before, *_, after = self.segments
+            entering = self.call(before, self._choose(weights, self._before), batch, None)
+            walked = self.call(after, self._choose(weights, self._after), batch, known)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # of a module that expects something else
             return f"it fails: {error}"
         finally:
             self._watch = None
+        if not is_near(calls[0][1][self._places[0]], entering):
+            return "what comes into its blocks cannot be traced to its weights"
         same = zip(find_tensors(whole), find_tensors(walked), strict=True)
-        are_near = all(torch.allclose(one, other, 1e-4, 1e-5) for one, other in same)
+        are_near = all(is_near(one, other) for one, other in same)
         return "" if are_near else "its output depends on more than its last block"
+
+    def _choose(self, weights: Weights, names: Sequence[str]) -> dict[str, Tensor]:
+        return {name: weights[name] for name in names if name in weights}
 
     def _find_place(self, k: int, batch: Any, known: Any, wanted: list[Any]) -> bool:
         """Note where a block is given what the block before it gave. wanted: all its arguments. No

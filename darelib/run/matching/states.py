@@ -16,8 +16,8 @@ from darelib.models.encodings import StateDict
 from darelib.output.judged import Judgement
 from darelib.plan.plan import plan_merge
 from darelib.run.in_memory import merge_tensors
-from darelib.run.matching.models import Models
-from darelib.run.matching.network import BASE, START
+from darelib.run.matching.models import Models, mix
+from darelib.run.matching.network import BASE, START, find_names
 from darelib.run.matching.walk import Stream, enlist, start_from, summarize
 
 MASK: Final = "attention_mask"
@@ -29,10 +29,11 @@ def read_batches(batches: Iterable[Any]) -> list[Stream]:
     """What a module is called with. Padding is what an attention mask says."""
     streams = []
     for given in batches:
-        batch = pytree.tree_map(widen, given)
+        # What tokenizers give is no dictionary.
+        plain = dict(given) if isinstance(given, Mapping) else given
+        batch = pytree.tree_map(widen, plain)
         mask = batch.get(MASK) if isinstance(batch, Mapping) else None
-        is_plain = mask is not None and mask.dim() == 2
-        streams.append(Stream(batch, mask > 0 if mask is not None and is_plain else None))
+        streams.append(Stream(batch, None if mask is None or mask.dim() != 2 else mask > 0))
     return streams
 
 
@@ -43,15 +44,20 @@ def widen(value: Any) -> Any:
 
 
 class StateWeights:
-    """The tensors of state dicts. What one lacks is the base's."""
+    """The tensors of state dicts. What one lacks, under all names that it has in the base, is the
+    base's.
+    """
 
-    def __init__(self, states: dict[int, State]) -> None:
+    def __init__(self, states: dict[int, State], base: StateDict) -> None:
         self.states = states
+        self.base = base
 
     def make(self, who: int, names: Sequence[str]) -> dict[str, Tensor]:
-        own = self.states[who]
-        base = self.states[BASE]
-        return {name: own.get(name, base[name]).detach() for name in names}
+        return {name: self._find(self.states[who], name).detach() for name in names}
+
+    def _find(self, own: State, name: str) -> Tensor:
+        known = (own[each] for each in (name, *self.base.find_twins(name)) if each in own)
+        return next(known, self.states[BASE][name])
 
 
 class States(Models):
@@ -73,7 +79,7 @@ class States(Models):
                 f"there are batches for {len(batches)} of {len(finetuned)} models",
                 "give a list of batches for each model, in the same order",
             )
-        if lost := [name for name, _ in model.named_parameters() if name not in base]:
+        if lost := [name for name in find_names(model) if name not in base]:
             raise ConfigError(
                 f"the base has no tensor {lost[0]!r}, which the module has",
                 "give the state dict of such a module",
@@ -84,7 +90,8 @@ class States(Models):
         self.states = {BASE: base, **dict(enumerate(finetuned))}
         device = next(iter(base.values())).device
         plan = plan_merge(replace(config, verbose=False), inputs)
-        super().__init__(model, device, plan, inputs, StateWeights(self.states), Interrupts())
+        weights = StateWeights(self.states, inputs[0])
+        super().__init__(model, device, plan, inputs, weights, Interrupts())
         own = [*enumerate(batches), *([] if base_batches is None else [(BASE, base_batches)])]
         self.examples = {who: read_batches(some) for who, some in own}
         self.titles = {who: f"batches {k}" for k, who in enumerate(self.examples)}
@@ -125,35 +132,22 @@ def match_tensors(
     models.states[START] = merge_tensors(base, finetuned, start_from(config).without_examples())
     used, held = models.divide(bool(config.is_auto or config.held_out))
     solved: dict[str, Tensor] = {}
+
+    def keep(name: str, each: Tensor) -> None:
+        solved[name] = each.clone()  # in memory that is not pinned
+
     with models.opened():
         if config.matches:
-            LOG.info(str(summarize(models.match_into(solved.__setitem__, enlist(used)))))
+            LOG.info(str(summarize(models.match_into(keep, enlist(used)))))
         if config.is_auto:
             choice = models.choose_lambda(held, solved)
             LOG.info(str(choice))
             for warning in choice.warnings:
                 LOG.warning(warning)
             config = config.settle_lambda(choice.chosen)
+    del models.states[START]
     rows = {tensor.name: tensor for tensor in plan_merge(config, models.inputs).tensors}
-    factors = {name: rows[name].settings.lambda_coeff for name in solved}
-    matched = scale_changes(base, solved, factors, config.dtype)
     merged = merge_tensors(base, finetuned, config.without_examples(), out, warns=False)
-    for name, each in matched.items():
-        merged[name] = each if out is None else merged[name].copy_(each)
+    for name, each in solved.items():
+        merged[name].copy_(mix(base[name].detach(), each, rows[name]))
     return merged
-
-
-def scale_changes(
-    base: Mapping[str, Tensor],
-    solved: Mapping[str, Tensor],
-    factors: Mapping[str, float],
-    dtype: str | None,
-) -> dict[str, Tensor]:
-    """What is solved, with its change from the base multiplied by lambda."""
-    found: dict[str, Tensor] = {}
-    for factor in dict.fromkeys(factors.values()):
-        own = [name for name in solved if factors[name] == factor]
-        last = DareConfig(drop_rate=0.0, lambda_coeff=factor, dtype=dtype, any_base=True)
-        changed = {name: solved[name].to(base[name].device) for name in own}
-        found |= merge_tensors({name: base[name] for name in own}, [changed], last, warns=False)
-    return found

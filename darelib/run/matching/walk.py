@@ -42,7 +42,6 @@ from darelib.run.matching.network import (
     Segment,
     bring,
     first_tensor,
-    has_room,
     is_transposed,
     move,
     put_aside,
@@ -61,11 +60,12 @@ RIDGE: Final = 0.05
 LEAST_RIDGE: Final = 1e-5  # below, sums in float32 have no more digits
 ROWS: Final = 4096  # of a matrix at a time: heads are large
 SMALLEST: Final = 1e-30  # of what comes in
-COPIES: Final = 7  # of a matrix, while it is solved for: weights of three models, sums and changes
 NUDGE: Final = 1e-2  # by which it is tried whether a block adds what its last matrix gives
 ADDED: Final = 1e-3  # how exactly
-JUDGED: Final = 2  # batches of each model's examples on which losses are measured
-COMPARED: Final = 8  # examples of each model on which all models are
+# Of each model's examples: on how many tokens losses are measured, its own and others', and on how
+# many examples at least.
+JUDGED_TOKENS: Final = 4096
+JUDGED_EXAMPLES: Final = 4
 
 
 def start_from(config: DareConfig) -> DareConfig:
@@ -82,14 +82,12 @@ def start_from(config: DareConfig) -> DareConfig:
 
 
 def explain_unmatched(row: TensorPlan | None, is_tied: bool, config: DareConfig) -> str:
-    """Why a matrix is not to be matched, or "". row: of the plan; None: it has none of its own."""
-    if row is None:
-        return MANY
-    if not row.settings.lambda_coeff:
+    """Why a matrix is not to be matched, or "". row: of the plan, if it is in that."""
+    if row and not row.settings.lambda_coeff:
         return STILL
     if is_tied:
         return TIED
-    if row.quantised or not row.merged or not row.finetuned:
+    if row is None or row.quantised or not row.merged or not row.finetuned:
         return NOT_MERGED
     own = row.rule.matched if row.rule else None
     matched = config.matched if own is None else own
@@ -116,9 +114,11 @@ def explain_memory() -> Iterator[None]:
                 + ("; CUDA_VISIBLE_DEVICES= uses the CPU" if is_gpu else ""),
             ) from None
         reason = " ".join(str(error).split())
+        is_long = isinstance(error, IndexError)  # of positions, most likely
         raise DareError(
             f"torch cannot call the model: {reason}",
-            "check the shapes of weights and batches; a merge by weights needs no examples",
+            f"{'give a smaller --max-tokens, or ' if is_long else ''}check the shapes of weights "
+            "and batches; a merge by weights needs no examples",
         ) from error
 
 
@@ -133,11 +133,19 @@ class Stream:
     merged: Any = None
     following: Any = None  # what the model itself gives next, where that is known already
 
-    def cut(self, rows: int) -> Stream:
-        """The first examples of a batch of tokens."""
+    def choose(self, rows: list[int]) -> Stream:
+        """Some examples of a batch of tokens."""
         parts = (self.tokens, self.answers)
-        batch = {name: each[:rows] for name, each in self.batch.items()}
-        return Stream(batch, *(each if each is None else each[:rows] for each in parts))
+        batch = {name: each[rows] for name, each in self.batch.items()}
+        return Stream(batch, *(each if each is None else each[rows] for each in parts))
+
+    def judge_only(self, rows: list[int]) -> Stream:
+        """The same, where only some examples have answers that are judged."""
+        if self.answers is None or not rows:
+            return replace(self, answers=None)
+        answers = torch.zeros_like(self.answers)
+        answers[rows] = self.answers[rows]
+        return replace(self, answers=answers)
 
 
 @dataclass
@@ -147,6 +155,11 @@ class Participant:
     owner: int | None = None  # whose examples these are, where nothing is matched with them
     # By whose output: sums of the loss on answers, in bits, and of how many.
     losses: dict[str, list[tuple[float, int]]] = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def subject(self) -> int:
+        """Whose examples it is given."""
+        return self.who if self.owner is None else self.owner
 
     @property
     def watches(self) -> bool:
@@ -179,25 +192,38 @@ class Participant:
 
 
 def enlist(used: Mapping[int, Sequence[Stream]]) -> list[Participant]:
-    """All whose examples match; then those that are only judged on some of another's examples, long
-    ones and short ones: the base, and all models on a few, which may fit one of them better.
+    """All whose examples match."""
+    return [
+        Participant(who, [each.judge_only([]) for each in streams]) for who, streams in used.items()
+    ]
+
+
+def enlist_watched(used: Mapping[int, Sequence[Stream]]) -> list[Participant]:
+    """The same; losses are measured on some of each model's examples. Others are only judged on
+    these: the base, and the other models, which they may fit better.
     """
     participants = []
     watchers = []
-    models = [who for who in used if who != BASE]
     for who, streams in used.items():
-        step = -(-len(streams) // JUDGED)
-        own = [
-            replace(stream, answers=None if k % step else stream.answers)
-            for k, stream in enumerate(streams)
-        ]
-        judged = [replace(stream) for stream in own if stream.answers is not None]
-        participants.append(Participant(who, own))
-        if judged and who != BASE:
-            watchers.append(Participant(BASE, judged, who))
-            few = judged[-1].cut(COMPARED)
-            watchers += [Participant(each, [replace(few)], who) for each in models]
+        judged = [[] for _ in streams] if who == BASE else list(choose_judged(streams))
+        pairs = list(zip(streams, judged, strict=True))
+        participants.append(Participant(who, [each.judge_only(rows) for each, rows in pairs]))
+        few = [each.choose(rows) for each, rows in pairs if rows]
+        if few:
+            others = [BASE, *(each for each in used if each not in (BASE, who))]
+            watchers += [Participant(each, list(map(replace, few)), who) for each in others]
     return [*participants, *watchers]
+
+
+def choose_judged(streams: Sequence[Stream]) -> Iterator[list[int]]:
+    """By batch, the examples on which losses are measured: long ones and short ones."""
+    sizes = [0 if each.answers is None else len(each.answers) for each in streams]
+    longest = max(1, max(each.batch["input_ids"].shape[1] for each in streams) if any(sizes) else 1)
+    step = -(-sum(sizes) // max(JUDGED_EXAMPLES, JUDGED_TOKENS // longest))
+    first = 0
+    for size in sizes:
+        yield [row for row in range(size) if (first + row) % step == 0]
+        first += size
 
 
 @dataclass
@@ -213,11 +239,9 @@ class Matched:
 
 
 def summarize(results: Sequence[Matched]) -> MatchReport:
-    done = {name for result in results for name in result.solved}
     left: dict[str, list[str]] = {}
     for name, why in {name: why for each in results for name, why in each.left.items()}.items():
-        if name not in done:
-            left.setdefault(why, []).append(name)
+        left.setdefault(why, []).append(name)
     blocks = [
         BlockMatch(
             name=result.name,
@@ -358,12 +382,11 @@ class Walk:
         merged = self.network.take(self.load, START, segment.parameters)
         still = [name for name in segment.parameters if self.excluded(name) == STILL]
         merged |= self.network.take(self.load, BASE, still)
-        largest = max((each.nbytes for each in merged.values()), default=0)
-        if not is_block and not has_room(self.network.device, COPIES * largest):
+        if not is_block:
             self.clear()
         stages = self.find_stages(segment, merged, result)
         loaded = {}
-        if stages and (is_block or segment.number == WHOLE):  # of which each stage needs all
+        if len(stages) > 1:  # each needs them
             whose = [each.who for each in self.matching]
             taken = ((who, self.load(who, segment.parameters)) for who in whose)
             loaded = {who: put_aside(move(own, self.network.device)) for who, own in taken}
@@ -375,7 +398,6 @@ class Walk:
 
     def clear(self) -> None:
         """Put all aside: a head takes most of a small GPU, and has no room between other things."""
-        self.network.forget()
         for participant in self.participants:
             for stream in participant.streams:
                 stream.own = bring(stream.own)
@@ -481,6 +503,7 @@ class Walk:
                 sums = Sums(inputs.shape[1], sizes, self.network.device)
             sums.add(inputs, targets, missing)
             if is_last and not is_end:
+                stream.own = None  # they would be in memory three times
                 stream.following = put_aside(theirs)
         return sums
 
@@ -519,10 +542,9 @@ class Walk:
 
         with hooked(stage, push):
             moved = first_tensor(self.call(segment, merged, stream.batch, stream.merged)) - plain
-        [nudge] = pushed
-        if nudge.numel() != moved.numel():
+        if [each.numel() for each in pushed] != [moved.numel()]:
             return 0.0
-        nudge = nudge.reshape(moved.shape)
+        nudge = pushed[0].reshape(moved.shape)
         share = float((moved * nudge).sum() / nudge.square().sum().clamp(min=SMALLEST))
         is_added = (moved - share * nudge).norm() < ADDED * abs(share) * nudge.norm()
         return share if is_added else 0.0
@@ -530,12 +552,14 @@ class Walk:
     def advance(
         self, segment: Segment, merged: dict[str, Tensor], loaded: dict[int, dict[str, Tensor]]
     ) -> None:
-        """Let all examples pass through a segment."""
+        """Let all examples pass through a segment; through the last, those that are judged."""
         is_end = segment.number in (len(self.network.blocks), WHOLE)
         ordered = sorted(self.participants, key=attrgetter("who"))
         for who, some in groupby(ordered, attrgetter("who")):
-            own = self.take(segment, who, loaded)
-            pairs = ((each, stream) for each in some for stream in each.streams)
+            pairs = [(each, stream) for each in some for stream in each.streams]
+            if is_end:
+                pairs = [(each, stream) for each, stream in pairs if stream.answers is not None]
+            own = self.take(segment, who, loaded) if pairs else {}
             for participant, stream in pairs:
                 given = stream.following
                 stream.following = None
@@ -547,7 +571,6 @@ class Walk:
                 if is_end:
                     participant.judge("own", given, stream)
                     participant.judge("merged", made, stream)
-                    stream.own = stream.merged = None
                 else:
                     stream.own = put_aside(given)
                     stream.merged = None if participant.watches else put_aside(made)

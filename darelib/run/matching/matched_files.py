@@ -208,8 +208,10 @@ def estimate(plan: FilePlan, inputs: Sequence[Checkpoint]) -> PlannedMatch:
     models = ModelFiles(plan, inputs, Interrupts())
     used, held = divide_examples(models)
     free = {row.name for row in models.list_candidates()}
-    participants = [Participant(who, streams) for who, streams in used.items()]
-    tokens = sum(each.tokens for each in participants) if free else 0
+    enlisted = enlist_watched(used) if free else []
+    participants = [each for each in enlisted if not each.watches]
+    tokens = sum(each.tokens for each in participants)
+    watched = sum(each.tokens for each in enlisted) - tokens
     is_auto = models.config.is_auto
     judged = sum(Participant(who, own).tokens for who, own in held.items()) if is_auto else 0
     find = models.names.find_tensor
@@ -219,12 +221,12 @@ def estimate(plan: FilePlan, inputs: Sequence[Checkpoint]) -> PlannedMatch:
     ]
     entries = [sum(map(math.prod, shapes)) for shapes in blocks]
     widths = [width for shapes in blocks for width in {columns for _, columns in shapes}]
-    calls = FORWARDS * tokens + (len(LAMBDAS) + 1) * judged
+    calls = FORWARDS * tokens + watched + (len(LAMBDAS) + 1) * judged
     operations = 2 * sum(entries) * calls
     if free:
         operations += sum(2 * width**2 * tokens + width**3 // 3 for width in widths)
     # The fine-tunes' and the merge's; then the fine-tunes' and one for each lambda.
-    hidden = max(2 * tokens, (len(LAMBDAS) + 1) * judged) * min(widths, default=0)
+    hidden = max(2 * tokens + watched, (len(LAMBDAS) + 1) * judged) * min(widths, default=0)
     weights = (len(participants) + 4) * max(entries) + 2 * max(widths, default=0) ** 2
     rate = MatrixEngine(models.config.engine).measure_rate(plan.threads)
     return PlannedMatch(
@@ -309,9 +311,8 @@ def judge(
         if merges and config.matches:
             models.match_into(spool.__setitem__, enlist(used))
         found = models.compare(held, names, merges, spool)
-    remarks = [*find_doubts(found.files), *found.remarks]
-    if found.choice:
-        remarks += found.choice.warnings
+    doubts = found.choice.warnings if found.choice else find_doubts(found.files)
+    remarks = [*doubts, *found.remarks]
     if merges and config.adapter_rank is not None:
         remarks.append("the merge is judged in full, not as an adapter of some rank: judge that "
                        "by --model once it is written")  # fmt: skip

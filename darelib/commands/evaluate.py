@@ -11,8 +11,6 @@ from darelib.commands.options import SHARED, Flags, MergerClass, Options, make_m
 from darelib.commands.report import Report, Section, Table
 from darelib.config import Group
 from darelib.core.text import ConfigError, list_names, printable, shorten_names
-from darelib.models.tensorfile import peek_header
-from darelib.output.destination import RECIPE_KEY
 from darelib.run import load_matching
 
 if TYPE_CHECKING:
@@ -124,6 +122,9 @@ def find_biased(
     inputs: Sequence[Checkpoint], others: Sequence[Checkpoint], names: Sequence[str]
 ) -> Iterator[str]:
     """Which models were matched with examples that judge them, as their recipes say."""
+    from darelib.models.tensorfile import peek_header
+    from darelib.output.destination import RECIPE_KEY
+
     digests = [each.sha256 for model in inputs if (each := model.parts[0].examples)]
     recipes = [peek_header(model.files[0].path)[1].get(RECIPE_KEY, "") for model in others]
     pairs = zip(names, recipes, strict=True)

@@ -294,13 +294,14 @@ def test_the_figures_of_matched_merges_in_texts_are_those_of_the_results() -> No
         f"dropped, {tell(full, tenths_one)} instead of {tell(full, one)}": "README",
         f"{tell(full, 'wudi + DARE 0.9')} instead of {tell(full, 'wudi')}": "README",
         f"{tell(lora, tenths_one)} instead of {tell(lora, one)}": "README",
-        f"{tell(full, 'examples in the wrong order, lambda 1')}, with other text "
-        f"{tell(full, 'examples of other text, lambda 1')}, with prompts alone "
-        f"{tell(full, 'examples without answers, lambda 1')}": "README",
-        f"{tell(full, one)} with the right ones and {tell(full, PLAIN)} with none": "README",
-        f"is {by_examples(small, 'wudi', ' / ')} and the second {tell(small, 'wudi, lambda 1')} in "
-        f"full, {by_examples(small_lora, 'wudi', ' / ')} and "
-        f"{tell(small_lora, 'wudi, lambda 1')} with": "README",
+        f"the plain average ({tell(full, PLAIN)}, in full), the right ones give {tell(full, one)}, "
+        f"prompts alone {tell(full, 'examples without answers, lambda 1')}, other text "
+        f"{tell(full, 'examples of other text, lambda 1')}, the wrong order "
+        f"{tell(full, 'examples in the wrong order, lambda 1')}": "README",
+        f"have {by_examples(small, 'wudi', ' / ')} with examples and "
+        f"{tell(small, 'wudi, lambda 1')} without in full; "
+        f"{by_examples(small_lora, 'wudi', ' / ')} and "
+        f"{tell(small_lora, 'wudi, lambda 1')} with LoRA": "README",
         f"({lead('wudi')} in the later run)": "README",
         f"{len(QUALITY['units'])} trainings in all": "evidence",
         f"is {lead(one)} points ahead of itself": "evidence",

@@ -295,8 +295,8 @@ def test_merges_that_differ_are_told_apart_and_those_that_hardly_do_are_not(
     merger = llama.merger(examples=make_many(tmp_path))
     report = merger.evaluate([tmp_path / name for name in ("far", "near", "same")])
     [remark] = report.remarks
-    best, other = ("near", "same") if "'near' is the best" in remark else ("same", "near")
-    assert f"{best!r} is the best; it cannot be told apart from" in remark
+    best, other = ("near", "same") if "'near' has the least" in remark else ("same", "near")
+    assert f"{best!r} has the least mean cost, of the base and what is judged; it cannot" in remark
     assert f"{other!r}" in remark
     assert "far" not in remark
     assert "fewer than" not in str(report)
@@ -357,7 +357,7 @@ def test_a_model_that_gives_no_numbers_is_the_worst(llama: House, tmp_path: Path
     model.save_pretrained(tmp_path / "broken")
     report = llama.merger().evaluate([tmp_path / "broken", llama.models[0]])
     assert numbers_in(report, 3) == [(None, 0.0, None)] * 2
-    assert "'math' is the best" in report.remarks[-1]
+    assert "'math' has the least mean cost" in report.remarks[-1]
     assert json.loads(json.dumps(report.to_dict(), allow_nan=False))["models"][3]["scores"][0] == {
         "loss": None, "agreement": 0.0, "divergence": None
     }  # fmt: skip

@@ -51,7 +51,7 @@ NO_EXAMPLES = {
     "not JSON": ("a.jsonl", '{"text": "a"}\n\n{"text": oops}', "'a.jsonl', line 3 is not JSON"),
     "deep": ("a.jsonl", "[" * 100_000, "line 1 is not JSON"),
     "a list": ("a.jsonl", [["text"]], "'a.jsonl', line 1 is no example"),
-    "half": ("a.jsonl", [PAIR, {"prompt": "a"}], "line 2 is no example"),
+    "half": ("a.jsonl", [PAIR, {"prompt": "a"}], "line 2 is no example: it has 'prompt'"),
     "empty text": ("a.jsonl", [{"text": " "}], "'text' is empty, or of another kind"),
     "no text": ("a.jsonl", [{**PAIR, "completion": 3}], "'completion' is empty"),
     "half a character": ("a.jsonl", '{"text": "\\ud800"}', "'text' is empty, or of another"),

@@ -167,7 +167,7 @@ def test_the_right_answers_in_the_readme_are_those_of_the_example(
             ),
         ),
         ("drop_rates", ("mean of 3 masks", "0.95")),
-        ("match_digits", ("'merge 3' is the best", "\naverage, lambda auto    90")),
+        ("match_digits", ("'merge 3' has the least mean cost", "\naverage, lambda auto    90")),
         (
             "evaluate",
             ("rotated     96.1%     60.8%     78.5%", "covered     50.9%     94.8%     72.9%"),

@@ -30,9 +30,9 @@ OPTIONS: Final[Options] = {
     },
 }
 WORST: Final = "*"
-LOSS: Final = "loss, in bits a token; "
+LOSS: Final = "loss: in bits a token; "
 LEGEND: Final = (
-    "how often what is likeliest is the fine-tune's; KL from the fine-tune, in bits; "
+    "same: how often what is likeliest is the fine-tune's; KL: from the fine-tune, in bits; "
     f"{WORST}: a model's worst skill"
 )
 MERGE: Final = "the merge"
@@ -56,13 +56,16 @@ class EvaluationReport(Report):
         return max(range(len(scores)), key=lambda k: scores[k].as_dict()["divergence"] or 0.0)
 
     def parts(self) -> list[Section]:
-        rows = [["", *(printable(file.title) for file in self.files)]]
+        has_loss = self.scores[0][0].as_dict()["loss"] is not None
+        columns = f"{'loss' if has_loss else '':6} {'same':>7} {'KL':>8} ".lstrip()
+        titles = [printable(file.title) for file in self.files]
+        rows = [["", *titles], ["", *[columns] * len(titles)]]
         for name, scores in zip(self.names, self.scores, strict=True):
             worst = self.find_worst(scores) if len(scores) > 1 else None
             cells = [format_score(score, k == worst) for k, score in enumerate(scores)]
             rows.append([printable(name), *cells])
         lines = [
-            f"({LOSS if self.scores[0][0].as_dict()['loss'] is not None else ''}{LEGEND})",
+            f"({LOSS if has_loss else ''}{LEGEND})",
             *map(str, self.files),
             *([str(self.choice)] if self.choice else []),
             *self.remarks,

@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from darelib.core.text import ConfigError, DareError, as_text, count_of
+from darelib.core.text import ConfigError, DareError, as_text, count_of, list_names
 from darelib.models.tensorfile import explain_os_error, file_sha256
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ def check_examples(
         )
     if files and len(files) != models:
         raise ConfigError(
-            f"there are {count_of(len(files), 'file')} of examples for {count_of(models, 'model')}",
+            f"{count_of(len(files), 'file')} of examples for {count_of(models, 'model')}",
             "give one for each model, in the same order",
         )
     own = tuple(Path(os.path.expanduser(file)) for file in files)
@@ -104,7 +104,9 @@ def read_examples(path: Path, count: int, tokens: int) -> Examples:
     except UnicodeDecodeError:
         raise DareError(f"{name!r} is not text in UTF-8", FORMS) from None
     except OSError as error:
-        raise explain_os_error(error, str(path), "check the path after --examples") from None
+        raise explain_os_error(
+            error, str(path), "check the path after --examples or --base-examples"
+        ) from None
     if not found:
         raise DareError(f"there are no examples in {name!r}", FORMS)
     chosen = choose_some(len(found), min(count, len(found)))
@@ -147,7 +149,7 @@ def read_line(line: str, where: str) -> Mapping[str, Any]:
             if wrong:
                 raise DareError(f"{where}: {wrong[0]!r} is empty, or of another kind", FORMS)
             return {key: table[key] for key in kind}
-    raise DareError(f"{where} is no example", FORMS)
+    raise DareError(f"{where} is no example: it has {list_names([*table]) or 'no keys'}", FORMS)
 
 
 def read_paragraphs(path: Path) -> Iterator[Mapping[str, Any]]:

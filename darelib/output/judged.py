@@ -133,7 +133,7 @@ def explain_best(names: Sequence[str], models: Sequence[Costs]) -> str:
     best = int(np.argmin([find_cost(costs) for costs in models]))
     rivals = [names[k] for k in find_rivals(models, best)]
     doubt = f"; it cannot be told apart from {list_names(rivals)}" if rivals else ""
-    return f"of those that are judged and the base, {names[best]!r} is the best{doubt}"
+    return f"{names[best]!r} has the least mean cost, of the base and what is judged{doubt}"
 
 
 def explain_order(
@@ -161,7 +161,8 @@ def explain_order(
     if wrong:
         yield (
             f"on {list_names(wrong)}, the fine-tune whose examples these should be is no better "
-            "than the base: are the files in another order than the models, or of another task?"
+            "than the base: are the files in another order than the models, or of another task, or "
+            "is the base one of the models?"
         )
 
 

@@ -300,7 +300,7 @@ def judge(
     """others: models that are judged; none: the merge that the plan describes."""
     models = ModelFiles(plan, inputs, interrupts, others)
     models.check_predicts()
-    for warning in dict.fromkeys([*plan.warnings, *models.weights.warnings]):
+    for warning in dict.fromkeys(models.weights.warnings if others else plan.warnings):
         LOG.warning(warning)
     config = plan.config
     is_divided = not others and (config.needs_examples or config.held_out)

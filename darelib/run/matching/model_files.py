@@ -72,11 +72,11 @@ class Inputs:
             START: (plan_merge(start_from(config), inputs), inputs),
             BASE: (plan_merge(replace(alone, method=PASSTHROUGH.name), [base]), [base]),
         }
-        self.warnings: list[str] = []  # of models that are only judged
+        self.warnings: list[str] = []  # of models by themselves
         for i, model in enumerate((*models, *others)):
             plan = plan_merge(alone, [base, model])
             self._plans[i] = plan, [base, model]
-            self.warnings += plan.warnings if i >= len(models) else ()
+            self.warnings += plan.warnings
 
     def make(self, who: int, names: Sequence[str]) -> dict[str, Tensor]:
         """Tensors in float32, or as they are stored."""

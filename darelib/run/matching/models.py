@@ -351,7 +351,7 @@ class Models:
         own = [row[k] for k, row in enumerate(losses)]
         has_loss = skills[0].kind != ROWS
         remarks = [*explain_order([e.name for e in skills], base, own, losses)] if has_loss else []
-        if others:
+        if others and not remarks:
             remarks.append(explain_best(["base", *others], [costs[0], *costs[1 + count :]]))
         choice = None
         if len(merges) > 1:

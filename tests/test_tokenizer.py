@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dare import DareConfig, DareMerger
+from darelib.output.tokenizer import tokenizer_files
 from tests.support import (
     BF16,
     F32,
@@ -270,6 +271,11 @@ def test_other_tokens_are_told_with_what_will_happen(family: Models, tmp_path: P
         (folder / "tokenizer.json").unlink()
         (folder / "vocab.txt").write_text(words)
     assert ["'vocab.txt'" in warning for warning in warn()] == [True]
+    for path in tokenizer_files(family[0]).values():
+        path.unlink()
+    words = f"{family[0]} has no tokenizer, so the output has none: --tokenizer {family[1]} takes"
+    assert warn()[0].startswith(words)
+    assert words not in " ".join(warn(tokenizer=family[1]))
 
 
 @pytest.mark.parametrize("owner", [0, 1, 2])

@@ -384,6 +384,12 @@ def compare_tokenizers(
 ) -> Iterator[str]:
     """Which models number their tokens otherwise than the base, and what that means."""
     base, *models = inputs
+    having = [model.name for model in models if tokenizer_files(model.folder)]
+    if directory and having and not choice.folder and not tokenizer_files(base.folder):
+        yield (
+            f"{base.name} has no tokenizer, so the output has none: --tokenizer {having[0]} takes "
+            "that one's"
+        )
     parts = [part for model in (base, *models) for part in model.parts]
     others = {(model.name, model.folder): None for model in parts if model.folder != base.folder}
     if choice.folder:

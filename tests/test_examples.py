@@ -141,9 +141,10 @@ def test_the_right_answers_in_the_readme_are_those_of_the_example(
     section = read_section("Two commands")
     [shown] = re.findall(rf"(?s)examples/{script}\.py\n(.*?)```", section)
     merged = tmp_path / "merged.safetensors"
-    words = ["evaluate", merged] if script == "evaluate" else [script]
     run("--config", HERE / "merge_config.toml", "-q", "--output", merged)
-    printed = dict(ROW.findall(run_example(*words)))
+    own = [EXAMPLES / "models" / f"{name}.safetensors" for name in ("base", "rotated", "covered")]
+    given = [*own, merged] if script == "evaluate" else []
+    printed = dict(ROW.findall(run_example(script, *given)))
     rows = ROW.findall(shown)
     assert len(rows) == 4
     for name, scores in rows:

@@ -504,7 +504,7 @@ def test_what_cannot_be_judged_is_refused_before_anything_is_written(
 
 
 @pytest.mark.parametrize("verb", ["merge", "evaluate"])
-def test_a_full_disk_is_said(
+def test_a_full_disk_is_one_sentence(
     llama: House, tmp_path: Path, monkeypatch: Patch, refused: Refusal, verb: str
 ) -> None:
     class Full:

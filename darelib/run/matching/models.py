@@ -64,7 +64,7 @@ class Spool:
         self.places: dict[str, tuple[int, torch.Size]] = {}
 
     def close(self) -> None:
-        with suppress(OSError):  # of what found no room, and is said already
+        with suppress(OSError):  # the user knows that there was no room
             self.file.close()
 
     @contextmanager

@@ -218,7 +218,8 @@ def enlist_watched(used: Mapping[int, Sequence[Stream]]) -> list[Participant]:
 def choose_judged(streams: Sequence[Stream]) -> Iterator[list[int]]:
     """By batch, the examples on which losses are measured: long ones and short ones."""
     sizes = [0 if each.answers is None else len(each.answers) for each in streams]
-    longest = max(1, max(each.batch["input_ids"].shape[1] for each in streams) if any(sizes) else 1)
+    judged = [each.batch["input_ids"] for each in streams if each.answers is not None]
+    longest = max((each.shape[1] for each in judged), default=1)
     step = -(-sum(sizes) // max(JUDGED_EXAMPLES, JUDGED_TOKENS // longest))
     first = 0
     for size in sizes:
@@ -552,12 +553,17 @@ class Walk:
     def advance(
         self, segment: Segment, merged: dict[str, Tensor], loaded: dict[int, dict[str, Tensor]]
     ) -> None:
-        """Let all examples pass through a segment; through the last, those that are judged."""
+        """Let all examples pass through a segment; through the last, those that are judged. What
+        the others have come to is nobody's then.
+        """
         is_end = segment.number in (len(self.network.blocks), WHOLE)
         ordered = sorted(self.participants, key=attrgetter("who"))
         for who, some in groupby(ordered, attrgetter("who")):
             pairs = [(each, stream) for each in some for stream in each.streams]
             if is_end:
+                for _, stream in pairs:
+                    if stream.answers is None:
+                        stream.own = stream.merged = None
                 pairs = [(each, stream) for each, stream in pairs if stream.answers is not None]
             own = self.take(segment, who, loaded) if pairs else {}
             for participant, stream in pairs:
@@ -571,6 +577,7 @@ class Walk:
                 if is_end:
                     participant.judge("own", given, stream)
                     participant.judge("merged", made, stream)
+                    stream.own = stream.merged = None
                 else:
                     stream.own = put_aside(given)
                     stream.merged = None if participant.watches else put_aside(made)

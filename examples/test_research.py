@@ -265,12 +265,17 @@ def test_the_figures_of_matched_merges_in_texts_are_those_of_the_results() -> No
         often = f"{sum(gain > 0 for gain in gains)} of {len(gains)}"
         return f"{abs(ahead):.1f} {words} ({'' if ahead > 0 else 'ahead in '}{often}"
 
+    def lose_with_16(unit: str) -> str:
+        names = "wudi, lambda 1", "wudi, matched with 16, lambda 1"
+        ahead = differ(*names, lambda m: (m.unit, m.skills) == (unit, 2), MATCHED_MERGES)
+        return f"{ahead:.1f}"
+
     def start(count: int) -> str:
         name = f"matched with {count}, lambda 1"
         return lead(f"wudi, {name}", is_transformer, f"{AVERAGE}, {name}")
 
     thinned = AVERAGE + " + DARE 0.9"
-    small, small_lora = "chars/768", "lora/768"
+    small, small_lora, largest = "chars/768", "lora/768", "chars/1536"
     full, lora = "chars/512x24", "lora/512x24"
     one = f"{matched}, lambda 1"
     best = tell(full, "wudi, matched with 512, lambda 1")
@@ -311,7 +316,10 @@ def test_the_figures_of_matched_merges_in_texts_are_those_of_the_results() -> No
         f"it is {lead(one, is_transformer, 'wudi')} points ahead": "evidence",
         f"{lead(one, is_wide_of('contexts'), 'wudi')} where tasks are in each other's way, "
         f"{lead(one, is_wide_of('lora'), 'wudi')} with LoRA, and level in full word tasks "
-        f"(-{lead(one, is_wide_of('chars'), 'wudi')})": "evidence",
+        f"({lead(one, is_wide_of('chars'), 'wudi')})": "evidence",
+        f"give {tell(largest, one)}%, where `wudi` has {tell(largest, 'wudi')}% and the plain average "
+        f"at best {tell(largest, AVERAGE)}%": "evidence",
+        f"16 lose {lose_with_16('chars/1024')} and {lose_with_16(largest)} points": "evidence",
         f"16 examples are {beside_wudi(16, 'chars')}), and with 64 {beside_wudi(64, 'chars')});"
         f" with LoRA they are {beside_wudi(16, 'lora').split()[0]} and "
         f"{beside_wudi(64, 'lora').split()[0]} ahead": "evidence",

@@ -11,7 +11,7 @@
     uv run examples/benchmark_match.py command --size 8      whole commands, by billions
 
 A block is matched by the walk, and by hand: the same forwards, sums and solutions, written out for
-Llama. The commands merge models of random weights from files, by weights alone and matched with 64
+Llama. The commands merge models of random weights from files, by weights alone and matched with
 examples of 512 tokens each, and judge them; beside these, the files are only read. Of more than two
 models, every second one has the same bytes.
 """
@@ -50,7 +50,7 @@ SIZES = {
     "0.5": (1024, 4864, 24, 16, 8, 32000),
     "0.1": (768, 2048, 12, 12, 4, 8192),
 }
-EXAMPLES, LENGTH = 64, 512
+LENGTH = 512  # of an example, in tokens
 WAYS = ("linear", "wudi", "matched", "evaluate")
 READ = 1 << 24  # bytes at a time
 SHARD = 50  # tensors of a file
@@ -241,13 +241,15 @@ def measure_block(size: str, examples: int, times: int) -> dict[str, Any]:
     }
 
 
-def write_models(size: str, folder: Path, layers: int | None, count: int) -> list[str]:
+def write_models(
+    size: str, folder: Path, layers: int | None, count: int, examples: int
+) -> list[str]:
     """A base and fine-tunes of random weights, in bf16, with examples as token ids."""
     config = configure(size, layers)
     names = [f"model{k}" for k in range(1, count + 1)]
     for number, name in enumerate(("base", *names)):
         (folder / name).mkdir(parents=True)
-        write_examples(folder / f"{name}.jsonl", config.vocab_size)
+        write_examples(folder / f"{name}.jsonl", config.vocab_size, examples)
         if number > 2:  # the disk may have no room for more
             for file in (folder / names[number % 2]).iterdir():
                 os.link(file, folder / name / file.name)
@@ -277,9 +279,9 @@ def write_models(size: str, folder: Path, layers: int | None, count: int) -> lis
     return names
 
 
-def write_examples(path: Path, tokens: int) -> None:
+def write_examples(path: Path, tokens: int, count: int) -> None:
     with path.open("w") as file:
-        for _ in range(EXAMPLES):
+        for _ in range(count):
             ids = torch.randint(0, tokens, (LENGTH,)).tolist()
             file.write(json.dumps({"input_ids": ids}) + "\n")
 
@@ -302,10 +304,11 @@ def measure_commands(
     layers: int | None,
     memory: float | None,
     count: int,
+    examples: int,
     ways: Sequence[str],
 ) -> None:
     """Print the figures of each command when it is done: some take long."""
-    names = write_models(size, folder, layers, count)
+    names = write_models(size, folder, layers, count, examples)
     home = str(Path(__file__).resolve().parent.parent)
     paths = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": paths}
@@ -316,12 +319,12 @@ def measure_commands(
         torch.cuda.empty_cache()
     print(json.dumps({"reading, s": round(read_files(folder, ["base", *names]), 1)}), flush=True)
     models = ["--base", "base", "--merge", *names, "--drop-rate", "0", "--json"]
-    examples = ["--examples", *(f"{name}.jsonl" for name in names)]
+    files = ["--examples", *(f"{name}.jsonl" for name in names)]
     for way in ways:
         shutil.rmtree(folder / "merged", ignore_errors=True)
         started = time.perf_counter()
         done = subprocess.run(
-            [sys.executable, "-c", COMMAND, *make_words(way, models, examples)],
+            [sys.executable, "-c", COMMAND, *make_words(way, models, files)],
             cwd=folder,
             capture_output=True,
             text=True,
@@ -338,18 +341,18 @@ def measure_commands(
         print(json.dumps(shown), flush=True)
 
 
-def make_words(way: str, models: Sequence[str], examples: Sequence[str]) -> list[str]:
+def make_words(way: str, models: Sequence[str], files: Sequence[str]) -> list[str]:
     """What the command is called with."""
     if way == "evaluate":
-        return ["evaluate", *models, *examples, "--no-matched"]
-    return [*models, "--output", "merged", *(examples if way == "matched" else ["--method", way])]
+        return ["evaluate", *models, *files, "--no-matched"]
+    return [*models, "--output", "merged", *(files if way == "matched" else ["--method", way])]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("what", choices=("block", "command"))
     parser.add_argument("--size", choices=SIZES, default="0.1", help="billions of parameters")
-    parser.add_argument("--examples", type=int, default=64, help="of each model, for a block")
+    parser.add_argument("--examples", type=int, default=64, help="of each model")
     parser.add_argument("--layers", type=int, help="fewer than the model has")
     parser.add_argument("--models", type=int, default=2, help="that are merged by commands")
     parser.add_argument(
@@ -370,6 +373,7 @@ def main() -> None:
             options.layers,
             options.gpu_memory,
             options.models,
+            options.examples,
             options.ways,
         )
     finally:

@@ -317,8 +317,8 @@ def test_the_figures_of_matched_merges_in_texts_are_those_of_the_results() -> No
         f"{lead(one, is_wide_of('contexts'), 'wudi')} where tasks are in each other's way, "
         f"{lead(one, is_wide_of('lora'), 'wudi')} with LoRA, and level in full word tasks "
         f"({lead(one, is_wide_of('chars'), 'wudi')})": "evidence",
-        f"give {tell(largest, one)}%, where `wudi` has {tell(largest, 'wudi')}% and the plain average "
-        f"at best {tell(largest, AVERAGE)}%": "evidence",
+        f"give {tell(largest, one)}%, where `wudi` has {tell(largest, 'wudi')}% and the plain "
+        f"average at best {tell(largest, AVERAGE)}%": "evidence",
         f"16 lose {lose_with_16('chars/1024')} and {lose_with_16(largest)} points": "evidence",
         f"16 examples are {beside_wudi(16, 'chars')}), and with 64 {beside_wudi(64, 'chars')});"
         f" with LoRA they are {beside_wudi(16, 'lora').split()[0]} and "
@@ -529,11 +529,10 @@ def test_a_small_benchmark_of_matching_runs(monkeypatch: Patch) -> None:
     """A block of it beside the same by hand, and whole commands with one model's bytes twice."""
     match = importlib.import_module("benchmark_match")
     monkeypatch.setitem(match.SIZES, "0.1", (16, 32, 2, 4, 2, 1000))
-    monkeypatch.setattr(match, "EXAMPLES", 16)
     monkeypatch.setattr(match, "LENGTH", 32)
     block = json.loads(run(match, "block --examples 16 --times 1").partition("\n")[2])
     assert block["tokens of each model"] == 16 * 32
-    printed = run(match, "command --models 3").splitlines()
+    printed = run(match, "command --models 3 --examples 16").splitlines()
     figures = {name for line in printed[2:] for name in json.loads(line.replace("? s", "s"))}
     assert {f"{way}, GB" for way in match.WAYS} | {"before", "after"} <= figures
     assert not Path("benchmark_match").exists()

@@ -265,10 +265,20 @@ def test_the_figures_of_matched_merges_in_texts_are_those_of_the_results() -> No
         often = f"{sum(gain > 0 for gain in gains)} of {len(gains)}"
         return f"{abs(ahead):.1f} {words} ({'' if ahead > 0 else 'ahead in '}{often}"
 
-    def lose_with_16(unit: str) -> str:
-        names = "wudi, lambda 1", "wudi, matched with 16, lambda 1"
-        ahead = differ(*names, lambda m: (m.unit, m.skills) == (unit, 2), MATCHED_MERGES)
-        return f"{ahead:.1f}"
+    def lose(count: int, unit: str) -> str:
+        """By how much merges that are matched from wudi are behind it, at the most."""
+        names = "wudi, lambda 1", f"wudi, matched with {count}, lambda 1"
+        behind = [
+            differ(*names, lambda m, k=k: (m.unit, m.skills) == (unit, k), MATCHED_MERGES)
+            for k in (2, 3, 8)
+        ]
+        return f"{max(behind):.1f}"
+
+    def beside_best(skills: int) -> str:
+        def keep(merge: Any) -> bool:
+            return is_wide_of("chars")(merge) and bool(merge.skills == skills)
+
+        return f"{differ(one, 'wudi', keep, MATCHED_MERGES):+.1f}"
 
     def start(count: int) -> str:
         name = f"matched with {count}, lambda 1"
@@ -316,10 +326,13 @@ def test_the_figures_of_matched_merges_in_texts_are_those_of_the_results() -> No
         f"it is {lead(one, is_transformer, 'wudi')} points ahead": "evidence",
         f"{lead(one, is_wide_of('contexts'), 'wudi')} where tasks are in each other's way, "
         f"{lead(one, is_wide_of('lora'), 'wudi')} with LoRA, and level in full word tasks "
-        f"({lead(one, is_wide_of('chars'), 'wudi')})": "evidence",
-        f"give {tell(largest, one)}%, where `wudi` has {tell(largest, 'wudi')}% and the plain "
-        f"average at best {tell(largest, AVERAGE)}%": "evidence",
-        f"16 lose {lose_with_16('chars/1024')} and {lose_with_16(largest)} points": "evidence",
+        "({}, {} and {} with 2, 3 and 8)".format(*map(beside_best, (2, 3, 8))): "evidence",
+        f"give {tell(largest, one)}% with lambda 1, where with their best lambdas `wudi` has "
+        f"{tell(largest, 'wudi')}% and the plain average {tell(largest, AVERAGE)}%": "evidence",
+        f"16 lose up to {lose(16, 'chars/1024')} and {lose(16, largest)}, and 64 up to "
+        f"{lose(64, 'chars/1024')} and {lose(64, largest)}:": "evidence",
+        f"and with LoRA {lead('wudi + DARE 0.9, lambda 1', is_wide_lora, 'wudi, lambda 1')} "
+        "(with": "evidence",
         f"16 examples are {beside_wudi(16, 'chars')}), and with 64 {beside_wudi(64, 'chars')});"
         f" with LoRA they are {beside_wudi(16, 'lora').split()[0]} and "
         f"{beside_wudi(64, 'lora').split()[0]} ahead": "evidence",

@@ -280,6 +280,36 @@ def test_the_figures_of_matched_merges_in_texts_are_those_of_the_results() -> No
 
         return f"{differ(one, 'wudi', keep, MATCHED_MERGES):+.1f}"
 
+    def list_costs(family: str, other: str) -> list[float]:
+        """Of wide networks by number of skills: how many times as much a matched merge forgets."""
+        found: dict[tuple[str, int], list[list[float]]] = {}
+        for merge in filter(is_wide_of(family), MATCHED_MERGES):
+            before = merge.record["elsewhere"]["base"]
+            lost = [merge.arms[name][1] - before for name in (one, other)]
+            found.setdefault((merge.unit, merge.skills), []).append(lost)
+        return [operator.truediv(*map(sum, zip(*lost, strict=True))) for lost in found.values()]
+
+    def span(values: list[float], form: str = ".1f") -> str:
+        return f"{min(values):{form}} to {max(values):{form}}"
+
+    def behind_wudi(count: int) -> str:
+        """Of full word tasks, but for the smallest networks."""
+        name = f"wudi, matched with {count}, lambda 1"
+        return lead(name, lambda m: m.family == "chars" and m.unit != "chars/64", "wudi, lambda 1")
+
+    def cost_of_text() -> list[float]:
+        """Of wide transformers by number of skills: in points, with lambda 1."""
+        found: dict[tuple[str, int], list[float]] = {}
+        for merge in filter(is_wide, MATCHED_MERGES):
+            scores = [quality_report.score(merge, name) for name in (one, based)]
+            found.setdefault((merge.unit, merge.skills), []).append(operator.sub(*scores))
+        return [fmean(lost) for lost in found.values()]
+
+    def mislead(name: str) -> float:
+        """What digits lose where answers choose lambda."""
+        answers = f"{name}, lambda by answers"
+        return differ(name, answers, lambda m: m.family == "digits", MATCHED_MERGES)
+
     def start(count: int) -> str:
         name = f"matched with {count}, lambda 1"
         return lead(f"wudi, {name}", is_transformer, f"{AVERAGE}, {name}")
@@ -287,7 +317,9 @@ def test_the_figures_of_matched_merges_in_texts_are_those_of_the_results() -> No
     thinned = AVERAGE + " + DARE 0.9"
     small, small_lora, largest = "chars/768", "lora/768", "chars/1536"
     full, lora = "chars/512x24", "lora/512x24"
-    one = f"{matched}, lambda 1"
+    one, alone = f"{matched}, lambda 1", "wudi, lambda 1"
+    based = "matched with 512, and the base's text, lambda 1"
+    ways = [AVERAGE, "wudi", *(f"{name}, matched with 512" for name in (AVERAGE, "wudi"))]
     best = tell(full, "wudi, matched with 512, lambda 1")
     by_skills = [lead(one, count_tasks(count)) for count in (2, 3, 8)]
     ahead = sum(quality_report.lead(merge, one) > 0 for merge in MATCHED_MERGES)
@@ -336,6 +368,14 @@ def test_the_figures_of_matched_merges_in_texts_are_those_of_the_results() -> No
         f"16 examples are {beside_wudi(16, 'chars')}), and with 64 {beside_wudi(64, 'chars')});"
         f" with LoRA they are {beside_wudi(16, 'lora').split()[0]} and "
         f"{beside_wudi(64, 'lora').split()[0]} ahead": "evidence",
+        f"full word tasks are {behind_wudi(16)} and {behind_wudi(64)} points behind.": "evidence",
+        f"lose {span([mislead(name) for name in ways])}):": "evidence",
+        f"on {span(list_costs('chars', PLAIN))} times as much in full, "
+        f"{span(list_costs('lora', PLAIN))} times as LoRA, "
+        f"{span(list_costs('contexts', PLAIN), '.0f')} times where": "evidence",
+        f"it is {span(list_costs('chars', alone) + list_costs('lora', alone))} times as much "
+        f"there, and {span(list_costs('contexts', alone))} times where": "evidence",
+        f"costs {span(cost_of_text())} points of skill in": "evidence examples",
         f"is worth {start(16)} points with 16 examples, {start(64)} with 64": "evidence",
         f"average {lead(thinned, is_wide_full)} points, matched merges "
         f"{lead(quality_report.TENTHS, is_wide_full, matched)} and `wudi` "

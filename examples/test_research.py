@@ -314,21 +314,56 @@ def test_the_figures_of_matched_merges_in_texts_are_those_of_the_results() -> No
         name = f"matched with {count}, lambda 1"
         return lead(f"wudi, {name}", is_transformer, f"{AVERAGE}, {name}")
 
-    thinned = AVERAGE + " + DARE 0.9"
+    def alone_by(unit: str) -> str:
+        """The fine-tunes' own scores."""
+        own = [each for name, each in QUALITY["units"].items() if name.startswith(f"{unit}/")]
+        return f"{100 * fmean(each['curves']['DARE'][0] for each in own):.1f}"
+
+    def drop_loss(units: list[str]) -> list[float]:
+        """What fine-tunes themselves lose, by network, if nine tenths are dropped."""
+        every = QUALITY["units"].items()
+        found = [
+            [each["curves"]["DARE"] for name, each in every if name.startswith(f"{unit}/")]
+            for unit in units
+        ]
+        return [100 * fmean(map(operator.sub, *zip(*own, strict=True))) for own in found]
+
+    def forget(unit: str, name: str) -> str:
+        own = [merge for merge in MATCHED_MERGES if (merge.unit, merge.skills) == (unit, 8)]
+        return f"{fmean(merge.arms[name][1] for merge in own):.2f}"
+
+    def list_scores(unit: str, skills: int, best: bool) -> str:
+        """A row of docs/examples.md."""
+        by_weights = tell(unit, alone, skills)
+        if best:
+            by_weights += f" (best: {tell(unit, 'wudi', skills)})"
+        names = [*(f"{few}{count}, lambda 1" for count in (16, 64, 512)), tenths_one]
+        matched_so = [tell(unit, name, skills) for name in names]
+        return " | ".join([alone_by(unit), tell(unit, AVERAGE, skills), by_weights, *matched_so])
+
+    def wrong(kind: str) -> str:
+        return tell(full, f"examples {kind}, lambda 1")
+
+    def warned(family: str, kind: str) -> str:
+        """For how many models it was said that they are no better than the base."""
+        found = [
+            made[f"examples {kind}"]
+            for name, record in QUALITY["units"].items()
+            for made in record["tried"].values()
+            if name.startswith(family) and f"examples {kind}" in made
+        ]
+        return f"{sum(each['warned'] for each in found)} of {sum(each['models'] for each in found)}"
+
+    thinned, few = AVERAGE + " + DARE 0.9", AVERAGE + ", matched with "
     small, small_lora, largest = "chars/768", "lora/768", "chars/1536"
     full, lora = "chars/512x24", "lora/512x24"
+    lora_units = sorted({merge.unit for merge in MATCHED_MERGES if is_wide_lora(merge)})
     one, alone = f"{matched}, lambda 1", "wudi, lambda 1"
     based = "matched with 512, and the base's text, lambda 1"
     ways = [AVERAGE, "wudi", *(f"{name}, matched with 512" for name in (AVERAGE, "wudi"))]
     best = tell(full, "wudi, matched with 512, lambda 1")
     by_skills = [lead(one, count_tasks(count)) for count in (2, 3, 8)]
     ahead = sum(quality_report.lead(merge, one) > 0 for merge in MATCHED_MERGES)
-    rows = {
-        unit: " | ".join(
-            [tell(unit, AVERAGE), tell(unit, "wudi, lambda 1"), by_examples(unit, AVERAGE, " | ")]
-        )
-        for unit in (full, "digits/512")
-    }
     claims = {
         f"average they give {tell(full, AVERAGE)}%, by `wudi` {tell(full, 'wudi, lambda 1')}%, and "
         f"matched with 512 examples of each skill {best}%": "README",
@@ -357,8 +392,8 @@ def test_the_figures_of_matched_merges_in_texts_are_those_of_the_results() -> No
         "{}, {} and {} with 2, 3 and 8 word tasks".format(*by_skills): "evidence",
         f"it is {lead(one, is_transformer, 'wudi')} points ahead": "evidence",
         f"{lead(one, is_wide_of('contexts'), 'wudi')} where tasks are in each other's way, "
-        f"{lead(one, is_wide_of('lora'), 'wudi')} with LoRA, and level in full word tasks "
-        "({}, {} and {} with 2, 3 and 8)".format(*map(beside_best, (2, 3, 8))): "evidence",
+        f"{lead(one, is_wide_of('lora'), 'wudi')} with LoRA, and in full word tasks "
+        "{}, {} and {} with 2, 3 and 8.".format(*map(beside_best, (2, 3, 8))): "evidence",
         f"give {tell(largest, one)}% with lambda 1, where with their best lambdas `wudi` has "
         f"{tell(largest, 'wudi')}% and the plain average {tell(largest, AVERAGE)}%": "evidence",
         f"16 lose up to {lose(16, 'chars/1024')} and {lose(16, largest)}, and 64 up to "
@@ -389,13 +424,39 @@ def test_the_figures_of_matched_merges_in_texts_are_those_of_the_results() -> No
         f"{lead(PLAIN, is_transformer)}": "evidence",
         f"1 it is {lead('wudi, lambda 1', lambda m: m.family == 'contexts', PLAIN)} points behind "
         "the plain average with 1": "evidence",
-        f"| {rows[full]} |": "examples",
-        f"| {tell('digits/512', AVERAGE)} | {tell('digits/512', 'wudi, lambda 1')} |": "examples",
-        f"row is {by_examples(full, 'wudi', ', ').replace(', 91', ' and 91')}.": "examples",
+        "row is {}, {} and {}.".format(*by_examples(full, "wudi", " ").split()): "examples",
+        **{
+            f"| {list_scores(unit, skills, best)} |": "examples"
+            for unit, skills, best in (
+                (full, 8, False),
+                (full, 2, False),
+                (lora, 8, True),
+                (small, 8, False),
+                ("digits/512", 8, False),
+            )
+        },
+        f"With 8 examples the first row is {tell(full, few + '8, lambda 1')}, with 2,048 "
+        f"{tell(full, few + '2048, lambda 1')}.": "examples",
+        f"there is {tell(full, based)} with it, and a loss on other text of "
+        f"{forget(full, based)} bits a letter instead of {forget(full, one)}": "examples",
+        f"give {alone_by(full)}% right answers, each": "README",
+        f"have {alone_by(full)} (full) and {alone_by(lora)} (LoRA": "README",
+        f"adapters lost {span(drop_loss(lora_units), '.0f')} points here": "README",
+        f"a tenth is kept | {tell(full, tenths_one)} |": "README",
+        f"24 blocks they give {tell(full, one)}%, where `wudi` has {tell(full, 'wudi')}% and the "
+        f"plain average {tell(full, AVERAGE)}%; as LoRA {tell(lora, one)}%, "
+        f"{tell(lora, 'wudi')}% and {tell(lora, AVERAGE)}%": "evidence",
+        f"leave {wrong('in the wrong order')}%, other text {wrong('of other text')}%, where "
+        f"there are {tell(full, PLAIN)}% without examples. Prompts without their answers give "
+        f"{wrong('without answers')}%, the right ones {tell(full, one)}%": "evidence",
+        f"prompts were so noticed ({warned('chars', 'of other text')}), but never the wrong order "
+        f"({warned('chars', 'in the wrong order')})": "evidence",
+        f"that no model has ({warned('chars', 'of another skill')})": "evidence",
+        f"On digits {warned('digits', 'of other text')}, {warned('digits', 'in the wrong order')} "
+        f"and {warned('digits', 'of another skill')} were": "evidence",
     }
     assert list_missing(claims, words) == []
-    wide = [f"{tell(full, one)} | {tell(full, tenths_one)}"]
-    assert all(row in words["examples"] for row in wide)
+    assert warned("chars", "of other text") == warned("chars", "without answers")
 
 
 @pytest.fixture(scope="module")

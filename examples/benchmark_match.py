@@ -12,7 +12,7 @@
 
 A block is matched by the walk, and by hand: the same forwards, sums and solutions, written out for
 Llama. The commands merge models of random weights from files, by weights alone and matched with
-examples of 512 tokens each, and judge them; beside these, the files are only read. Of more than two
+examples of each, and judge them; beside these, the files are only read. Of more than two
 models, every second one has the same bytes.
 """
 
@@ -50,7 +50,7 @@ SIZES = {
     "0.5": (1024, 4864, 24, 16, 8, 32000),
     "0.1": (768, 2048, 12, 12, 4, 8192),
 }
-LENGTH = 512  # of an example, in tokens
+LENGTH = 512  # of the longest examples, in tokens
 WAYS = ("linear", "wudi", "matched", "evaluate")
 READ = 1 << 24  # bytes at a time
 SHARD = 50  # tensors of a file
@@ -184,16 +184,16 @@ def run_block(
     return last.flatten(0, 1), x, [x.flatten(0, 1)]
 
 
-def measure_block(size: str, examples: int, times: int) -> dict[str, Any]:
+def measure_block(size: str, examples: int, tokens: int, times: int) -> dict[str, Any]:
     torch.set_grad_enabled(False)
     with DEVICE:
         config = configure(size, 2)
         config.vocab_size = 1000
         model = transformers.LlamaForCausalLM(config).eval()
     states = make_states(model)
-    rows = count_batch(DEVICE) // LENGTH
+    rows = count_batch(DEVICE) // tokens
     batches = [
-        list(torch.randint(0, 1000, (examples, LENGTH), device=DEVICE).split(rows))
+        list(torch.randint(0, 1000, (examples, tokens), device=DEVICE).split(rows))
         for _ in range(2)
     ]
     participants = [
@@ -228,12 +228,12 @@ def measure_block(size: str, examples: int, times: int) -> dict[str, Any]:
         who: {n.removeprefix(prefix): each for n, each in state.items() if n.startswith(prefix)}
         for who, state in states.items()
     }
-    positions = torch.arange(LENGTH, device=DEVICE)[None]
+    positions = torch.arange(tokens, device=DEVICE)[None]
     rest = {"position_embeddings": model.model.rotary_emb(x[0][0], positions)}
     with fast_products():
         alone = measure(lambda: match_by_hand(model.model.layers[1], own, x, rest), times)
     return {
-        "tokens of each model": examples * LENGTH,
+        "tokens of each model": examples * tokens,
         "seconds": round(seconds, 3),
         "by hand": round(alone, 3),
         "ratio": round(seconds / alone, 2),
@@ -242,14 +242,14 @@ def measure_block(size: str, examples: int, times: int) -> dict[str, Any]:
 
 
 def write_models(
-    size: str, folder: Path, layers: int | None, count: int, examples: int
+    size: str, folder: Path, layers: int | None, count: int, examples: int, tokens: int
 ) -> list[str]:
     """A base and fine-tunes of random weights, in bf16, with examples as token ids."""
     config = configure(size, layers)
     names = [f"model{k}" for k in range(1, count + 1)]
     for number, name in enumerate(("base", *names)):
         (folder / name).mkdir(parents=True)
-        write_examples(folder / f"{name}.jsonl", config.vocab_size, examples)
+        write_examples(folder / f"{name}.jsonl", config.vocab_size, examples, tokens)
         if number > 2:  # the disk may have no room for more
             for file in (folder / names[number % 2]).iterdir():
                 os.link(file, folder / name / file.name)
@@ -279,10 +279,10 @@ def write_models(
     return names
 
 
-def write_examples(path: Path, tokens: int, count: int) -> None:
+def write_examples(path: Path, vocabulary: int, count: int, tokens: int) -> None:
     with path.open("w") as file:
         for _ in range(count):
-            ids = torch.randint(0, tokens, (LENGTH,)).tolist()
+            ids = torch.randint(0, vocabulary, (tokens,)).tolist()
             file.write(json.dumps({"input_ids": ids}) + "\n")
 
 
@@ -305,10 +305,11 @@ def measure_commands(
     memory: float | None,
     count: int,
     examples: int,
+    tokens: int,
     ways: Sequence[str],
 ) -> None:
     """Print the figures of each command when it is done: some take long."""
-    names = write_models(size, folder, layers, count, examples)
+    names = write_models(size, folder, layers, count, examples, tokens)
     home = str(Path(__file__).resolve().parent.parent)
     paths = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": paths}
@@ -353,6 +354,7 @@ def main() -> None:
     parser.add_argument("what", choices=("block", "command"))
     parser.add_argument("--size", choices=SIZES, default="0.1", help="billions of parameters")
     parser.add_argument("--examples", type=int, default=64, help="of each model")
+    parser.add_argument("--tokens", type=int, default=LENGTH, help=f"of each, up to {LENGTH}")
     parser.add_argument("--layers", type=int, help="fewer than the model has")
     parser.add_argument("--models", type=int, default=2, help="that are merged by commands")
     parser.add_argument(
@@ -364,7 +366,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     if options.what == "block":
-        print(json.dumps(measure_block(options.size, options.examples, options.times)))
+        print(
+            json.dumps(measure_block(options.size, options.examples, options.tokens, options.times))
+        )
         return
     try:
         measure_commands(
@@ -374,6 +378,7 @@ def main() -> None:
             options.gpu_memory,
             options.models,
             options.examples,
+            options.tokens,
             options.ways,
         )
     finally:

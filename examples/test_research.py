@@ -265,20 +265,19 @@ def test_the_figures_of_matched_merges_in_texts_are_those_of_the_results() -> No
         often = f"{sum(gain > 0 for gain in gains)} of {len(gains)}"
         return f"{abs(ahead):.1f} {words} ({'' if ahead > 0 else 'ahead in '}{often}"
 
-    def lose(count: int, unit: str) -> str:
-        """By how much merges that are matched from wudi are behind it, at the most."""
-        names = "wudi, lambda 1", f"wudi, matched with {count}, lambda 1"
-        behind = [
-            differ(*names, lambda m, k=k: (m.unit, m.skills) == (unit, k), MATCHED_MERGES)
-            for k in (2, 3, 8)
-        ]
-        return f"{max(behind):.1f}"
+    def list_gains(name: str, other: str, *skills: int) -> list[float]:
+        """Of wide networks in full word tasks, from the smallest up: by how much one is ahead."""
+        found: dict[tuple[int, str, int], list[float]] = {}
+        for merge in filter(is_wide_of("chars"), MATCHED_MERGES):
+            ahead = quality_report.score(merge, name) - quality_report.score(merge, other)
+            size = merge.record["parameters"]
+            found.setdefault((size, merge.unit, merge.skills), []).append(ahead)
+        return [fmean(gains) for cell, gains in sorted(found.items()) if cell[2] in skills]
 
-    def beside_best(skills: int) -> str:
-        def keep(merge: Any) -> bool:
-            return is_wide_of("chars")(merge) and bool(merge.skills == skills)
-
-        return f"{differ(one, 'wudi', keep, MATCHED_MERGES):+.1f}"
+    def beside_none(*skills: int) -> list[float]:
+        """With few examples, in networks of more than 14 million parameters."""
+        names = [f"wudi, matched with {count}, lambda 1" for count in (16, 64)]
+        return [gain for name in names for gain in list_gains(name, alone, *skills)[len(skills) :]]
 
     def list_costs(family: str, other: str) -> list[float]:
         """Of wide networks by number of skills: how many times as much a matched merge forgets."""
@@ -291,11 +290,6 @@ def test_the_figures_of_matched_merges_in_texts_are_those_of_the_results() -> No
 
     def span(values: list[float], form: str = ".1f") -> str:
         return f"{min(values):{form}} to {max(values):{form}}"
-
-    def behind_wudi(count: int) -> str:
-        """Of full word tasks, but for the smallest networks."""
-        name = f"wudi, matched with {count}, lambda 1"
-        return lead(name, lambda m: m.family == "chars" and m.unit != "chars/64", "wudi, lambda 1")
 
     def cost_of_text() -> list[float]:
         """Of wide transformers by number of skills: in points, with lambda 1."""
@@ -334,12 +328,13 @@ def test_the_figures_of_matched_merges_in_texts_are_those_of_the_results() -> No
 
     def list_scores(unit: str, skills: int, best: bool) -> str:
         """A row of docs/examples.md."""
+        own = alone_by(unit) if skills == 8 else "-"  # what two fine-tunes have is not stored
         by_weights = tell(unit, alone, skills)
         if best:
             by_weights += f" (best: {tell(unit, 'wudi', skills)})"
         names = [*(f"{few}{count}, lambda 1" for count in (16, 64, 512)), tenths_one]
         matched_so = [tell(unit, name, skills) for name in names]
-        return " | ".join([alone_by(unit), tell(unit, AVERAGE, skills), by_weights, *matched_so])
+        return " | ".join([own, tell(unit, AVERAGE, skills), by_weights, *matched_so])
 
     def wrong(kind: str) -> str:
         return tell(full, f"examples {kind}, lambda 1")
@@ -361,29 +356,30 @@ def test_the_figures_of_matched_merges_in_texts_are_those_of_the_results() -> No
     one, alone = f"{matched}, lambda 1", "wudi, lambda 1"
     based = "matched with 512, and the base's text, lambda 1"
     ways = [AVERAGE, "wudi", *(f"{name}, matched with 512" for name in (AVERAGE, "wudi"))]
-    best = tell(full, "wudi, matched with 512, lambda 1")
+    most = "wudi, matched with 512, lambda 1"
+    best = tell(full, most)
     by_skills = [lead(one, count_tasks(count)) for count in (2, 3, 8)]
     ahead = sum(quality_report.lead(merge, one) > 0 for merge in MATCHED_MERGES)
     claims = {
-        f"average they give {tell(full, AVERAGE)}%, by `wudi` {tell(full, 'wudi, lambda 1')}%, and "
-        f"matched with 512 examples of each skill {best}%": "README",
+        f"average, with its best lambda, they give {tell(full, AVERAGE)}%, by `wudi` "
+        f"{tell(full, alone)}%, and matched with 512 examples of each skill {best}%": "README",
         f"| {by_examples(full, 'wudi', ' / ')} | {by_examples(lora, 'wudi', ' / ')} |": "README",
         f"| {tell(full, 'wudi, lambda 1')} | {tell(lora, 'wudi, lambda 1')} |": "README",
         f"| {tell(full, AVERAGE)} | {tell(lora, AVERAGE)} |": "README",
         f"{tell(full, thinned + ', lambda 1')} ({tell(full, thinned)}) | "
         f"{tell(lora, thinned + ', lambda 1')} ({tell(lora, thinned)}) |": "README",
-        f"has {tell(full, PLAIN)} (full) and {tell(lora, PLAIN)} (LoRA)": "README",
-        f"dropped, {tell(full, tenths_one)} instead of {tell(full, one)}": "README",
-        f"{tell(full, 'wudi + DARE 0.9')} instead of {tell(full, 'wudi')}": "README",
+        f"With 1 the plain average has {tell(full, PLAIN)} (full) and {tell(lora, PLAIN)} (LoRA)"
+        "": "README",
+        f"examples: {tell(full, tenths_one)} instead of {tell(full, one)}": "README",
+        f"{tell(full, 'wudi + DARE 0.9, lambda 1')} instead of {tell(full, alone)}": "README",
         f"{tell(lora, tenths_one)} instead of {tell(lora, one)}": "README",
         f"the plain average ({tell(full, PLAIN)}, in full), the right ones give {tell(full, one)}, "
         f"prompts alone {tell(full, 'examples without answers, lambda 1')}, other text "
         f"{tell(full, 'examples of other text, lambda 1')}, the wrong order "
         f"{tell(full, 'examples in the wrong order, lambda 1')}": "README",
-        f"have {by_examples(small, 'wudi', ' / ')} with examples and "
-        f"{tell(small, 'wudi, lambda 1')} without in full; "
-        f"{by_examples(small_lora, 'wudi', ' / ')} and "
-        f"{tell(small_lora, 'wudi, lambda 1')} with LoRA": "README",
+        f"`wudi` has {tell(small, alone)} in full, and {by_examples(small, 'wudi', ' / ')} with "
+        f"examples; as LoRA {tell(small_lora, alone)}, and "
+        f"{by_examples(small_lora, 'wudi', ' / ')}.": "README",
         f"({lead('wudi')} in the later run)": "README",
         f"{len(QUALITY['units'])} trainings in all": "evidence",
         f"is {lead(one)} points ahead of itself": "evidence",
@@ -392,18 +388,20 @@ def test_the_figures_of_matched_merges_in_texts_are_those_of_the_results() -> No
         "{}, {} and {} with 2, 3 and 8 word tasks".format(*by_skills): "evidence",
         f"it is {lead(one, is_transformer, 'wudi')} points ahead": "evidence",
         f"{lead(one, is_wide_of('contexts'), 'wudi')} where tasks are in each other's way, "
-        f"{lead(one, is_wide_of('lora'), 'wudi')} with LoRA, and in full word tasks "
-        "{}, {} and {} with 2, 3 and 8.".format(*map(beside_best, (2, 3, 8))): "evidence",
+        f"and {lead(one, is_wide_of('lora'), 'wudi')} with LoRA. In full": "evidence",
+        f"384 wide are {span(list_gains(one, 'wudi', 2, 3), '+.1f')} points ahead": "evidence",
+        f"14 million parameters {list_gains(one, 'wudi', 8)[0]:+.1f}, and the larger ones "
+        f"{span(list_gains(one, 'wudi', 8)[1:])}.": "evidence",
         f"give {tell(largest, one)}% with lambda 1, where with their best lambdas `wudi` has "
         f"{tell(largest, 'wudi')}% and the plain average {tell(largest, AVERAGE)}%": "evidence",
-        f"16 lose up to {lose(16, 'chars/1024')} and {lose(16, largest)}, and 64 up to "
-        f"{lose(64, 'chars/1024')} and {lose(64, largest)}:": "evidence",
+        f"three skills are {span(beside_none(2, 3), '+.1f')} points ahead of none, and of each of "
+        f"eight {span(beside_none(8), '+.1f')}:": "evidence",
+        f"gain at most {max(list_gains(most, alone, 2)):.1f} points on `wudi`": "README",
         f"and with LoRA {lead('wudi + DARE 0.9, lambda 1', is_wide_lora, 'wudi, lambda 1')} "
         "(with": "evidence",
         f"16 examples are {beside_wudi(16, 'chars')}), and with 64 {beside_wudi(64, 'chars')});"
         f" with LoRA they are {beside_wudi(16, 'lora').split()[0]} and "
         f"{beside_wudi(64, 'lora').split()[0]} ahead": "evidence",
-        f"full word tasks are {behind_wudi(16)} and {behind_wudi(64)} points behind.": "evidence",
         f"lose {span([mislead(name) for name in ways])}):": "evidence",
         f"on {span(list_costs('chars', PLAIN))} times as much in full, "
         f"{span(list_costs('lora', PLAIN))} times as LoRA, "
@@ -448,7 +446,8 @@ def test_the_figures_of_matched_merges_in_texts_are_those_of_the_results() -> No
         f"{tell(lora, 'wudi')}% and {tell(lora, AVERAGE)}%": "evidence",
         f"leave {wrong('in the wrong order')}%, other text {wrong('of other text')}%, where "
         f"there are {tell(full, PLAIN)}% without examples. Prompts without their answers give "
-        f"{wrong('without answers')}%, the right ones {tell(full, one)}%": "evidence",
+        f"{wrong('without answers')}%, `wudi` without examples {tell(full, alone)}%, the right "
+        f"ones {tell(full, one)}%": "evidence",
         f"prompts were so noticed ({warned('chars', 'of other text')}), but never the wrong order "
         f"({warned('chars', 'in the wrong order')})": "evidence",
         f"that no model has ({warned('chars', 'of another skill')})": "evidence",
@@ -643,10 +642,10 @@ def test_a_small_benchmark_of_matching_runs(monkeypatch: Patch) -> None:
     """A block of it beside the same by hand, and whole commands with one model's bytes twice."""
     match = importlib.import_module("benchmark_match")
     monkeypatch.setitem(match.SIZES, "0.1", (16, 32, 2, 4, 2, 1000))
-    monkeypatch.setattr(match, "LENGTH", 32)
-    block = json.loads(run(match, "block --examples 16 --times 1").partition("\n")[2])
+    few = "--examples 16 --tokens 32"
+    block = json.loads(run(match, f"block {few} --times 1").partition("\n")[2])
     assert block["tokens of each model"] == 16 * 32
-    printed = run(match, "command --models 3 --examples 16").splitlines()
+    printed = run(match, f"command --models 3 {few}").splitlines()
     figures = {name for line in printed[2:] for name in json.loads(line.replace("? s", "s"))}
     assert {f"{way}, GB" for way in match.WAYS} | {"before", "after"} <= figures
     assert not Path("benchmark_match").exists()

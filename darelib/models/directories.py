@@ -341,8 +341,8 @@ def find_base(adapters: Sequence[Source]) -> Source:
             base = cached if any(cached.path.glob("*.safetensors")) else base
     if not is_folder(str(base.path)):
         raise ConfigError(
-            f"the base of {trained[name]!r}, {name!r}, is neither a directory here nor in the "
-            "cache of the Hub",
+            f"{trained[name]!r} was trained on {name!r}, which is neither a directory here nor in "
+            "the cache of the Hub",
             BASE_HINT,
         )
     LOG.info(f"base: {name} (named by the adapters)")

@@ -141,7 +141,7 @@ def read_line(line: str, where: str) -> Mapping[str, Any]:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DareError(f"{where} is not JSON: {error}", FORMS) from None
+        raise DareError(f"{where} is not JSON: {getattr(error, 'msg', error)}", FORMS) from None
     table = entry if isinstance(entry, dict) else {}
     for kind in KINDS:
         if kind.keys() <= table.keys():

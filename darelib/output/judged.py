@@ -116,15 +116,16 @@ def find_rivals(models: Sequence[Costs], best: int) -> list[int]:
 
 def find_doubts(files: Sequence[JudgedFile]) -> Iterator[str]:
     few = [
-        file.name
+        file
         for file in files
         if file.examples < FEW_EXAMPLES or (file.kind != ROWS and file.tokens < FEW_TOKENS)
     ]
     if few:
         yield (
-            f"{list_names(few)} judge by fewer than {FEW_EXAMPLES} examples or {FEW_TOKENS:,} "
-            "tokens: small differences mean nothing; give more examples, a larger --max-examples "
-            "or --held-out"
+            f"{list_names([file.name for file in few])} judge by as little as "
+            f"{count_of(min(file.examples for file in few), 'example')} and "
+            f"{count_of(min(file.tokens for file in few), 'token')}: small differences mean "
+            "nothing; give more examples, a larger --max-examples or --held-out"
         )
 
 
@@ -133,7 +134,7 @@ def explain_best(names: Sequence[str], models: Sequence[Costs]) -> str:
     best = int(np.argmin([find_cost(costs) for costs in models]))
     rivals = [names[k] for k in find_rivals(models, best)]
     doubt = f"; it cannot be told apart from {list_names(rivals)}" if rivals else ""
-    return f"{names[best]!r} has the least mean cost, of the base and what is judged{doubt}"
+    return f"{names[best]!r} has the least mean cost, of {list_names(names)}{doubt}"
 
 
 def explain_order(

@@ -81,7 +81,7 @@ class PlannedMatch:
         used = f"{count_of(self.examples, 'example')} ({self.tokens:,} tokens)"
         parts = [f"{self.matrices:,} matrices matched with {used}"] if self.matrices else []
         parts += [f"lambda chosen by {self.judged:,} tokens"] if self.judged else []
-        cost = f"{duration(self.seconds)}, {human(self.memory)} of memory"
+        cost = f"{duration(self.seconds)} of products, {human(self.memory)} of memory"
         return f"{', '.join(parts) or 'nothing is matched'}: {cost}"
 
 

@@ -12,8 +12,8 @@
 
 A block is matched by the walk, and by hand: the same forwards, sums and solutions, written out for
 Llama. The commands merge models of random weights from files, by weights alone and matched with
-examples of each, and judge them; beside these, the files are only read. Of more than two
-models, every second one has the same bytes.
+examples of each, and judge them; beside these, the files are only read. Of more than two models,
+every second one has the same bytes.
 """
 
 from __future__ import annotations
@@ -184,18 +184,16 @@ def run_block(
     return last.flatten(0, 1), x, [x.flatten(0, 1)]
 
 
-def measure_block(size: str, examples: int, tokens: int, times: int) -> dict[str, Any]:
+def measure_block(options: argparse.Namespace) -> dict[str, Any]:
     torch.set_grad_enabled(False)
     with DEVICE:
-        config = configure(size, 2)
+        config = configure(options.size, 2)
         config.vocab_size = 1000
         model = transformers.LlamaForCausalLM(config).eval()
     states = make_states(model)
-    rows = count_batch(DEVICE) // tokens
-    batches = [
-        list(torch.randint(0, 1000, (examples, tokens), device=DEVICE).split(rows))
-        for _ in range(2)
-    ]
+    rows = count_batch(DEVICE) // options.tokens
+    shape = options.examples, options.tokens
+    batches = [list(torch.randint(0, 1000, shape, device=DEVICE).split(rows)) for _ in range(2)]
     participants = [
         Participant(i, [Stream({"input_ids": ids}) for ids in own]) for i, own in enumerate(batches)
     ]
@@ -220,7 +218,7 @@ def measure_block(size: str, examples: int, tokens: int, times: int) -> dict[str
 
         if DEVICE.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        seconds = measure(match, times)
+        seconds = measure(match, options.times)
         memory = torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else 0
     x = [[each.to(DEVICE) for each in own] for own in hidden]
     prefix = "model.layers.1."
@@ -228,12 +226,13 @@ def measure_block(size: str, examples: int, tokens: int, times: int) -> dict[str
         who: {n.removeprefix(prefix): each for n, each in state.items() if n.startswith(prefix)}
         for who, state in states.items()
     }
-    positions = torch.arange(tokens, device=DEVICE)[None]
+    positions = torch.arange(options.tokens, device=DEVICE)[None]
     rest = {"position_embeddings": model.model.rotary_emb(x[0][0], positions)}
     with fast_products():
-        alone = measure(lambda: match_by_hand(model.model.layers[1], own, x, rest), times)
+        block = model.model.layers[1]
+        alone = measure(lambda: match_by_hand(block, own, x, rest), options.times)
     return {
-        "tokens of each model": examples * tokens,
+        "tokens of each model": options.examples * options.tokens,
         "seconds": round(seconds, 3),
         "by hand": round(alone, 3),
         "ratio": round(seconds / alone, 2),
@@ -241,15 +240,15 @@ def measure_block(size: str, examples: int, tokens: int, times: int) -> dict[str
     }
 
 
-def write_models(
-    size: str, folder: Path, layers: int | None, count: int, examples: int, tokens: int
-) -> list[str]:
+def write_models(options: argparse.Namespace) -> list[str]:
     """A base and fine-tunes of random weights, in bf16, with examples as token ids."""
-    config = configure(size, layers)
-    names = [f"model{k}" for k in range(1, count + 1)]
+    folder = options.folder
+    config = configure(options.size, options.layers)
+    names = [f"model{k}" for k in range(1, options.models + 1)]
     for number, name in enumerate(("base", *names)):
         (folder / name).mkdir(parents=True)
-        write_examples(folder / f"{name}.jsonl", config.vocab_size, examples, tokens)
+        shape = options.examples, options.tokens
+        write_examples(folder / f"{name}.jsonl", torch.randint(0, config.vocab_size, shape))
         if number > 2:  # the disk may have no room for more
             for file in (folder / names[number % 2]).iterdir():
                 os.link(file, folder / name / file.name)
@@ -279,10 +278,9 @@ def write_models(
     return names
 
 
-def write_examples(path: Path, vocabulary: int, count: int, tokens: int) -> None:
+def write_examples(path: Path, examples: Tensor) -> None:
     with path.open("w") as file:
-        for _ in range(count):
-            ids = torch.randint(0, vocabulary, (tokens,)).tolist()
+        for ids in examples.tolist():
             file.write(json.dumps({"input_ids": ids}) + "\n")
 
 
@@ -298,30 +296,22 @@ def read_files(folder: Path, names: Sequence[str]) -> float:
     return time.perf_counter() - started
 
 
-def measure_commands(
-    size: str,
-    folder: Path,
-    layers: int | None,
-    memory: float | None,
-    count: int,
-    examples: int,
-    tokens: int,
-    ways: Sequence[str],
-) -> None:
+def measure_commands(options: argparse.Namespace) -> None:
     """Print the figures of each command when it is done: some take long."""
-    names = write_models(size, folder, layers, count, examples, tokens)
+    folder = options.folder
+    names = write_models(options)
     home = str(Path(__file__).resolve().parent.parent)
     paths = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": paths}
-    if memory:
+    if options.gpu_memory:
         whole = torch.cuda.get_device_properties(DEVICE).total_memory
-        environment["GPU_SHARE"] = str(memory * 1e9 / whole)
+        environment["GPU_SHARE"] = str(options.gpu_memory * 1e9 / whole)
     if DEVICE.type == "cuda":
         torch.cuda.empty_cache()
     print(json.dumps({"reading, s": round(read_files(folder, ["base", *names]), 1)}), flush=True)
     models = ["--base", "base", "--merge", *names, "--drop-rate", "0", "--json"]
     files = ["--examples", *(f"{name}.jsonl" for name in names)]
-    for way in ways:
+    for way in options.ways:
         shutil.rmtree(folder / "merged", ignore_errors=True)
         started = time.perf_counter()
         done = subprocess.run(
@@ -366,21 +356,10 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     if options.what == "block":
-        print(
-            json.dumps(measure_block(options.size, options.examples, options.tokens, options.times))
-        )
+        print(json.dumps(measure_block(options)))
         return
     try:
-        measure_commands(
-            options.size,
-            options.folder,
-            options.layers,
-            options.gpu_memory,
-            options.models,
-            options.examples,
-            options.tokens,
-            options.ways,
-        )
+        measure_commands(options)
     finally:
         shutil.rmtree(options.folder, ignore_errors=True)
 

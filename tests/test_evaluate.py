@@ -266,8 +266,8 @@ def test_what_was_tried_is_reported_printed_and_given_as_json(
     choice = json.loads(printed.out)["choice"]
     tried = ", ".join(f"{factor:g}: {cost:.4g}" for factor, cost in choice["tried"])
     assert [factor for factor, _ in choice["tried"]] == [*LAMBDAS]
-    few = "'math.jsonl', 'code.jsonl' judge by as little as 5 examples and 21 tokens: small"
-    assert few in printed.err
+    few = "'math.jsonl', 'code.jsonl' judge by fewer than 32 examples or 1,000 tokens"
+    assert f"{few} (the least: 5 and 21): small" in printed.err
     run(*["evaluate", *llama.flags[:-4], "--any-base"], *auto)
     line = (
         f"lambda {choice['chosen']:g} is the best on 10 held-out examples (42 tokens), "
@@ -300,10 +300,10 @@ def test_merges_that_differ_are_told_apart_and_those_that_hardly_do_are_not(
     assert f"{best!r} has the least mean cost, of 'base', 'far', 'near' and 1 more" in remark
     assert f"{other!r}" in remark.partition("; it cannot be told apart from ")[2]
     assert "far" not in remark.partition(";")[2]
-    assert "as little as" not in str(report)
+    assert "fewer than" not in str(report)
     few = llama.merger().evaluate([tmp_path / "near"])
     remark, _ = few.remarks
-    assert remark.startswith("'math.jsonl', 'code.jsonl' judge by as little as ")
+    assert remark.startswith("'math.jsonl', 'code.jsonl' judge by fewer than 32 examples or 1,000")
 
 
 def test_files_in_another_order_and_models_that_lack_tensors_are_named(

@@ -122,10 +122,10 @@ def find_doubts(files: Sequence[JudgedFile]) -> Iterator[str]:
     ]
     if few:
         yield (
-            f"{list_names([file.name for file in few])} judge by as little as "
-            f"{count_of(min(file.examples for file in few), 'example')} and "
-            f"{count_of(min(file.tokens for file in few), 'token')}: small differences mean "
-            "nothing; give more examples, a larger --max-examples or --held-out"
+            f"{list_names([file.name for file in few])} judge by fewer than {FEW_EXAMPLES} "
+            f"examples or {FEW_TOKENS:,} tokens (the least: {min(file.examples for file in few)} "
+            f"and {min(file.tokens for file in few):,}): small differences mean nothing; give more "
+            "examples, a larger --max-examples or --held-out"
         )
 
 

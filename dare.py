@@ -241,7 +241,8 @@ class DareMerger:
             raise ConfigError("models must be a list, not a single path", "put it in brackets")
         others = tuple(map(Source.of_model, models))
         with self.open_inputs(others) as opened, Interrupts() as interrupts:
-            inputs, judged = opened[: len(self.sources)], opened[len(self.sources) :]
+            inputs = opened[: len(self.sources)]
+            judged = opened[len(self.sources) :]
             plan = plan_merge(self.config, inputs)
             return evaluate.judge_models(plan, inputs, judged, interrupts)
 

@@ -176,7 +176,8 @@ def run_block(
     if stop == 1:
         return second.flatten(0, 1), x, [given.flatten(0, 1)]
     third = norm("post_attention_layernorm", x)
-    gate, up = by("mlp.gate_proj", third), by("mlp.up_proj", third)
+    gate = by("mlp.gate_proj", third)
+    up = by("mlp.up_proj", third)
     if stop == 2:
         return third.flatten(0, 1), x, [gate.flatten(0, 1), up.flatten(0, 1)]
     last = torch.nn.functional.silu(gate) * up

@@ -138,7 +138,8 @@ def measure_error(base: Path, model: Path, adapter: Path) -> float:
     """
     from safetensors.torch import load_file
 
-    before, after = load_file(base), load_file(model)
+    before = load_file(base)
+    after = load_file(model)
     parts = load_file(adapter / "adapter_model.safetensors")
     config = json.loads((adapter / "adapter_config.json").read_text())
     scale = config["lora_alpha"] / config["r"]

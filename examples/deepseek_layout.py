@@ -27,8 +27,20 @@ import shutil, sys, dare
 shutil.disk_usage = lambda _: shutil._ntuple_diskusage(0, 0, 1 << 50)
 sys.exit(dare.main())
 """
-LAYERS, DENSE, HIDDEN, EXPERTS, EXPERT, MLP, HEADS = 61, 3, 7168, 256, 2048, 18432, 128
-QUERY, KEYS, NOPE, ROPE, VALUE, WORDS, SHARDS = 1536, 512, 128, 64, 128, 129280, 163
+LAYERS = 61
+DENSE = 3
+HIDDEN = 7168
+EXPERTS = 256
+EXPERT = 2048
+MLP = 18432
+HEADS = 128
+QUERY = 1536
+KEYS = 512
+NOPE = 128
+ROPE = 64
+VALUE = 128
+WORDS = 129280
+SHARDS = 163
 
 
 def list_tensors() -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -65,7 +65,10 @@ TEXT_ROWS: Final = 128  # of these: what a merge adds to the loss is then known 
 LN2: Final = math.log(2)
 # What examples show: a skill as it should be; the same in others, which judge and match nothing;
 # what the base knows; a skill without its answers.
-SKILL, HELD, BASE_TEXT, PROMPTS = "skill", "held out", "base text", "prompts"
+SKILL = "skill"
+HELD = "held out"
+BASE_TEXT = "base text"
+PROMPTS = "prompts"
 JUDGES: Final = 64  # examples of each skill that judge
 
 

@@ -276,7 +276,7 @@ def test_what_was_tried_is_reported_printed_and_given_as_json(
     assert line in capsys.readouterr().out
 
 
-# --- what is said ---------------------------------------------------------------------------------
+# --- remarks and warnings -------------------------------------------------------------------------
 
 
 def make_many(folder: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Files of examples: what is one, which are used, and what is said of those that are none."""
+"""Files of examples: what is one, which are used, and how others are refused."""
 
 import json
 from pathlib import Path

@@ -190,7 +190,7 @@ def test_the_configuration_of_the_text_part_is_compared(
 def test_a_head_that_is_tied_is_merged_like_the_embedding(
     tmp_path: Path, text: list[Tensors], vision: Tensors, is_base: bool
 ) -> None:
-    """is_base: of what holds the language model. What is said of the whole of it counts."""
+    """is_base: of what holds the language model. What its whole configuration says counts."""
     models = [{n: t for n, t in model.items() if n != "lm_head.weight"} for model in text]
     models[0]["lm_head.weight"] = models[0]["model.embed_tokens.weight"].clone()
     whole = 0 if is_base else 1

@@ -471,7 +471,7 @@ def test_what_the_base_lacks_is_listed_in_one_warning(tmp_path: Path, capsys: Ca
 
 
 WHOLE = make_pair("unet.a", (8, 6), PEFT)
-# Tensors of a file, what its header notes of them, and what is said about it.
+# Tensors of a file, what its header notes of them, and the message about it.
 REFUSED: list[tuple[Tensors, Any, str]] = [
     (WHOLE, [], "is no table in JSON"),
     (WHOLE, {"unet.r": 2, "unet.lora_alpha": "much"}, "lora_alpha = 'much'"),

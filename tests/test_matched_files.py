@@ -1,4 +1,4 @@
-"""Merges of files that are matched with examples: of which models, what is written, what is said,
+"""Merges of files that are matched with examples: of which models, what is written, reports,
 and what is refused."""
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ def test_a_rule_leaves_tensors_as_the_merge_without_examples_has_them(
     }
 
 
-# --- what is said ---------------------------------------------------------------------------------
+# --- reports and warnings -------------------------------------------------------------------------
 
 
 def test_the_report_has_deviations_and_losses(made: tuple[Path, Any]) -> None:

@@ -68,7 +68,7 @@ def copy_house(folder: Path) -> Path:
 
 # --- kernels that are wrong -----------------------------------------------------------------------
 
-# By what is wrong: what a compiler makes of the kernel that merges, and what is said of it.
+# By what is wrong: what a compiler makes of the kernel that merges, and how the warning calls it.
 WRONG = {
     "a symbol": (
         "declare void @NRT_decref(ptr)\n{0} {{ call void @NRT_decref(ptr null) ret i32 0 }}",

@@ -1,4 +1,4 @@
-"""Settings chosen by an evaluation: the search, scores, models in memory, and what is said of the
+"""Settings chosen by an evaluation: the search, scores, models in memory, and the report on the
 best."""
 
 import itertools

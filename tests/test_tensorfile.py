@@ -91,7 +91,7 @@ WRONG_FIELDS = {
     "dtype": ["", '"F16"', '"F31"', '"f32"', "32", '["F32"]', '"\\ud800"'],
     "more": ["NaN", "1e999", '"\\ud800"', "[" * 500 + "]" * 500],  # a field that nobody reads
 }
-# Headers that break a rule, by what is said about them.
+# Headers that break a rule, by the message about them.
 WRONG_HEADERS: dict[str, list[str | bytes]] = {
     "start with {": ["", "\ufeff" + SOUND, f"[{SOUND}]", "null", " " + SOUND, "\n" + SOUND],
     "utf-8": [SOUND.encode().replace(b"w", raw) for raw in (b"\xff", b"\xed\xa0\x80")]

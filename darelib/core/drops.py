@@ -13,7 +13,10 @@ from darelib.core.text import ConfigError
 
 # What is kept: any (DARE's own); the largest; neither the largest nor the smallest; large ones
 # more likely.
-RANDOM, MAGNITUDE, BREADCRUMBS, DELLA = ("random", "magnitude", "breadcrumbs", "della")
+RANDOM = "random"
+MAGNITUDE = "magnitude"
+BREADCRUMBS = "breadcrumbs"
+DELLA = "della"
 # What is kept is divided by the probability to keep it; or multiplied so that the sum of |delta|
 # stays what it was.
 EXPECTATION, L1, NONE = RESCALES = ("expectation", "l1", "none")
@@ -160,7 +163,8 @@ def _rise(thinning: Thinning, ranks: Any, width: int) -> Any:
 def _check_rise(thinning: Thinning) -> None:
     rate = thinning.drop_rate
     epsilon = thinning.epsilon
-    low, high = (1 - rate - epsilon, 1 - rate + epsilon)
+    low = 1 - rate - epsilon
+    high = 1 - rate + epsilon
     if rate > 0 and not (low > 1e-9 and high < 1 - 1e-9):
         raise ConfigError(
             f"with drop_rate {rate:g} and epsilon {epsilon:g}, {thinning.drop} would keep entries "

@@ -26,7 +26,11 @@ from darelib.methods.looks import (
 
 # The base's part in a method. NEEDED: deltas are taken from it. OPTIONAL: they are, if it is given.
 # COUNTED: it is one of the models. FIRST: it is the first of two. ONLY: it is the only one.
-NEEDED, OPTIONAL, COUNTED, FIRST, ONLY = "needed", "optional", "counted", "first", "only"
+NEEDED = "needed"
+OPTIONAL = "optional"
+COUNTED = "counted"
+FIRST = "first"
+ONLY = "only"
 Translated = dict[str, Any]
 LEAST_DIVISOR: Final = 1e-8  # a smaller sum of weights is none to mergekit: it divides by 1
 

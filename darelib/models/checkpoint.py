@@ -37,7 +37,8 @@ from darelib.models.tensorfile import (
 from darelib.models.vocabulary import digest_tokenizer
 
 # Models are distinguished by 256 pages of its tensors, so that most tensors have one.
-PAGES, PAGE_BYTES = 256, 4096
+PAGES = 256
+PAGE_BYTES = 4096
 # What is used of a model's configuration: what shapes its computation, by the names that the
 # families have for it.
 CONFIG_KEYS: Final = (

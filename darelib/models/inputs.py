@@ -41,7 +41,9 @@ HOLDERS: Final = re.compile(
 )
 MAX_PARTS: Final = 8  # of a model, those with most tensors, that are tried
 TEXT: Final = "text_config"
-MAX_EXAMPLES, MAX_TOKENS = 256, 512  # unless others are asked for
+# Of examples, unless others are asked for.
+MAX_EXAMPLES = 256
+MAX_TOKENS = 512
 
 
 def fit_names(model: Checkpoint, base: Checkpoint, config: DareConfig) -> None:

@@ -233,7 +233,9 @@ SD3: Final[NameTable] = {
 
 # --- single files --------------------------------------------------------------------------------
 
-ORIGINAL, DIFFUSERS = 0, 1  # which of the two names
+# Which of the two names.
+ORIGINAL = 0
+DIFFUSERS = 1
 # The single files that programs read: for each component, what stands before its names, and which
 # they are. Text encoders of OpenAI are everywhere called as in diffusers.
 Places: TypeAlias = Mapping[str, tuple[str, int]]

@@ -27,7 +27,8 @@ MODEL_FILES: Final = (
 )
 RECIPE_FILE: Final = "dare_recipe.toml"  # in the directory of a merged model
 # What a tokenizer may be besides a model's: the base's, or all models' tokens together.
-BASE, UNION = ("base", "union")
+BASE = "base"
+UNION = "union"
 AUTO: Final = "auto"  # the chat template that most models have
 SLICE: Final = '{model = "models/a", layers = [0, 16]}'
 # org/name, or org/name@revision

@@ -269,7 +269,8 @@ def explain_difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "
     """What distinguishes two merges, by their identities: in words, or "" if they are the same."""
     for key in dict.fromkeys([*new, *old]):
         name = prefix + key
-        before, now = old.get(key), new.get(key)
+        before = old.get(key)
+        now = new.get(key)
         if before == now:
             continue
         if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):

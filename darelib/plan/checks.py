@@ -122,10 +122,14 @@ def check_quantised(inputs: Sequence[Described], kept: set[str]) -> None:
             mine = base.tensors.get(name)
             if (mine or info).folder in kept:
                 continue
-            first, second, stored = (model, base, info)
+            first = model
+            second = base
+            stored = info
             is_odd = module_of(name) in theirs and not name.endswith("bias")
             if is_quantised(name, base.tensors, modules):
-                first, second, stored = (base, model, mine or info)
+                first = base
+                second = model
+                stored = mine or info
                 is_odd = mine is None or (mine.dtype, mine.shape) != (info.dtype, info.shape)
             if is_odd:
                 weight = base.tensors.get(f"{module_of(name)}.weight", stored)

@@ -19,7 +19,10 @@ from darelib.plan.tensorplan import Matcher, PlannedFile, TensorPlan
 from darelib.plan.warnings import list_warnings
 
 # The kinds of jobs: look at a range before the merge, solve a whole matrix, merge a range, copy it.
-LOOK, SOLVE, MERGE, COPY = "look", "solve", "merge", "copy"
+LOOK = "look"
+SOLVE = "solve"
+MERGE = "merge"
+COPY = "copy"
 
 
 @dataclass(frozen=True)

@@ -232,7 +232,8 @@ def place_tensors(tensors: Sequence[TensorPlan], file: int) -> tuple[dict[str, T
 
 # What happens to buffers, which training does not learn: they are averaged over the models, or
 # copied from the base. They are never thinned or scaled.
-AVERAGED, COPIED = "averaged", "copied"
+AVERAGED = "averaged"
+COPIED = "copied"
 # The statistics of normalisation layers. (Their counters of batches are copied.)
 STATISTICS: Final = re.compile(r"(^|\.)running_(mean|var)$")
 CONSTANT: Final = re.compile(

@@ -221,7 +221,8 @@ def is_changed(folder: str, base: Described, model: Described) -> bool:
     mine = {name: info for name, info in base.tensors.items() if info.folder == folder}
     common = [name for name, info in mine.items() if name in model.tensors and info.count]
     for name in common[:: max(1, len(common) // SAMPLED_TENSORS)]:
-        own, theirs = mine[name], model.tensors[name]
+        own = mine[name]
+        theirs = model.tensors[name]
         if model.partial or own.shape != theirs.shape:
             return True
         if {own.dtype, theirs.dtype} <= FORMATS.keys():

@@ -62,7 +62,8 @@ FLAGS: Final = (
     *("filter_wise", "nuslerp_flatten", "nuslerp_row_wise"),
 )
 KEPT: Final = ("density", "select_topk")  # shares: a 0 becomes a 0 of another setting
-YES, NO = (("true", "yes", "on", "1", "1.0"), ("false", "no", "off", "0", "0.0"))
+YES = ("true", "yes", "on", "1", "1.0")
+NO = ("false", "no", "off", "0", "0.0")
 NUMBER: Final = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # a part of a name
 
 Value = float | bool | Gradient

@@ -164,7 +164,8 @@ class Products:
         self, tensor: TensorPlan, module: Module, product: Product, write: Write
     ) -> None:
         """A of rank x inputs, B of outputs x rank. Zeros fill a smaller rank."""
-        a, b = product.right, product.left.T
+        a = product.right
+        b = product.left.T
         if module.is_transposed:
             a, b = b, a
         for info, factor in zip(tensor.outputs.values(), (a, b), strict=True):

@@ -185,7 +185,8 @@ class Solver:
         """What is counted, by some rows: to multiply out each adapter would take longer than the
         merge.
         """
-        rows, columns = len(factors[0][0]), factors[0][1].shape[1]
+        rows = len(factors[0][0])
+        columns = factors[0][1].shape[1]
         chosen = np.unique(np.linspace(0, rows - 1, SAMPLED_ROWS).astype(int))
         share = rows / len(chosen)
         base_sum = 0.0

@@ -25,7 +25,8 @@ from darelib.core.text import LOG
 Weights: TypeAlias = Mapping[str, Tensor]  # by the names that the module has for them
 # The weights of these names: of a model, by its number, or of START or BASE.
 Load: TypeAlias = Callable[[int, Sequence[str]], dict[str, Tensor]]
-START, BASE = -2, -1  # the merged model before it is matched; the base
+START = -2  # the merged model before it is matched
+BASE = -1
 # Why a parameter is not matched.
 VECTORS = "norms and biases"
 EMBEDDINGS = "embeddings"
@@ -306,7 +307,8 @@ class Network:
         weights = self.make_empty() | dict(weights)
         if segment.number == BEFORE:
             return pytree.tree_leaves(self.reach(0, batch, None, weights))[self._places[0]]
-        self._at, self._known = segment.number, copy_tensors(known)
+        self._known = copy_tensors(known)
+        self._at = segment.number
         return functional_call(self.model, weights, *split_batch(move(batch, self.device)))
 
     def _find_arguments(self, k: int, batch: Any, known: Any) -> Any:
@@ -335,7 +337,8 @@ class Network:
 
     def reach(self, at: int, batch: Any, known: Any, weights: Weights) -> Any:
         """The arguments of a block. known: what the block before it gave."""
-        self._at, self._known = at, known
+        self._at = at
+        self._known = known
         try:
             functional_call(self.model, dict(weights), *split_batch(move(batch, self.device)))
         except Reached as reached:

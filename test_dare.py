@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 
 import dare
 from dare import DareConfig, DareError, DareMerger
+from darelib.arithmetic import plain
 from darelib.config import SETTINGS
 from darelib.core.mask import keep_rate, keep_threshold, mask_key
 from darelib.core.tuning import TUNING
-from darelib.kernels import plain
 from darelib.requests.readers import TABLES
 
 HERE = Path(__file__).resolve().parent

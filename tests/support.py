@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 
 import dare
 from dare import DareConfig, DareMerger
+from darelib.arithmetic import plain
 from darelib.config import Chooser
 from darelib.core.mask import keep_threshold, mask_key
 from darelib.core.tuning import TUNING
-from darelib.kernels import plain
 
 Tensors = dict[str, torch.Tensor]
 Config = dict[str, Any]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import dare
 from dare import DareConfig, DareError
-from darelib.kernels.matrix_engine import approximate
+from darelib.arithmetic.matrix_engine import approximate
 from darelib.models.directories import STATED_KEY
 from darelib.plan.plan import Job
 from darelib.run import products

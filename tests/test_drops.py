@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from dare import DareConfig, DareError, dare_merge
+from darelib.arithmetic.definition import draw_bits
 from darelib.core.mask import mask_key
-from darelib.kernels.plain import draw_bits
 from tests.support import (
     BF16,
     F32,

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dare import DareConfig, DareError, DareMerger, dare_merge
-from darelib.kernels import float8
+from darelib.arithmetic import float8
 from darelib.models.tensorfile import TensorFile
 from tests import support
 from tests.support import (

@@ -69,7 +69,7 @@ CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
 # there.
 INTERPRET = """
 import contextlib, sys, torch, dare
-from darelib.kernels import gpu
+from darelib.arithmetic import gpu
 from tests.test_gpu import CONFIGS, make_models
 from tests.support import same_bits
 gpu.can_merge_on = lambda _: True
@@ -264,8 +264,8 @@ def test_without_triton_torch_merges_and_it_is_said_once(
 ) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     for name in ("gpu", "gpu_kernels"):
-        monkeypatch.delitem(sys.modules, f"darelib.kernels.{name}", raising=False)
-        monkeypatch.delattr(f"darelib.kernels.{name}", raising=False)
+        monkeypatch.delitem(sys.modules, f"darelib.arithmetic.{name}", raising=False)
+        monkeypatch.delattr(f"darelib.arithmetic.{name}", raising=False)
     memory._load_gpu.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert memory._load_gpu() is None

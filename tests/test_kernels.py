@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from darelib.arithmetic.engines import load_kernels
+from darelib.arithmetic.records import Buffers
 
 from dare import ConfigError, DareConfig, DareError, dare_drop, dare_merge, dare_sparsify
+from darelib.arithmetic import KernelSpec, plain
 from darelib.core.interrupts import Interrupts
 from darelib.core.mask import keep_rate, mask_key
-from darelib.kernels import KernelSpec, plain
-from darelib.kernels.engines import load_kernels
-from darelib.kernels.records import Buffers
 from tests.support import (
     BF16,
     F16,

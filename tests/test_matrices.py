@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from dare import DareConfig, DareError, dare_merge, dare_sweep
+from darelib.arithmetic import matrix_engine
 from darelib.core import pieces
-from darelib.kernels import matrix_engine
 from darelib.methods import wudi
 from darelib.run import solving
 from tests.scene import launch, wait_for

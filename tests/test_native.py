@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from darelib.arithmetic.engines import find_code, load_kernels
 from safetensors.torch import save_file
 
+from darelib.arithmetic import COMPILED, KernelSpec
 from darelib.core.interrupts import Interrupts
-from darelib.kernels import COMPILED, KernelSpec
-from darelib.kernels.engines import find_code, load_kernels
 from tests.scene import contents
 from tests.support import HERE, POSIX, Models, command, run_merge, slow, snapshot
 
@@ -164,7 +164,7 @@ def test_what_a_compiler_might_get_wrong_is_found(
     path.write_text(path.read_text().replace(right, wrong))
     types = ["F32"] * 3 if kind == "expand" else ["BF16"] * 3
     target = tmp_path / f"dare.{find_code(KernelSpec(kind, *types))}.o"
-    words = [sys.executable, "-m", "darelib.kernels.proof", str(target)]
+    words = [sys.executable, "-m", "darelib.arithmetic.proof", str(target)]
     done = subprocess.run(words, cwd=house, capture_output=True, text=True, timeout=300)
     assert done.returncode < 0 or " than its definition" in done.stderr
     assert not target.exists()
@@ -293,7 +293,7 @@ def test_a_folder_for_kernels_that_cannot_be_written_only_costs_time(
 @SLOW
 def test_kernels_depend_on_all_that_is_compiled_in_and_on_nothing_else(tmp_path: Path) -> None:
     house = copy_house(tmp_path)
-    say = "from darelib.kernels import objects; print(objects.identify())"
+    say = "from darelib.arithmetic import objects; print(objects.identify())"
 
     def ask(script: str) -> str:
         words = [sys.executable, "-c", script]
@@ -313,7 +313,7 @@ def test_kernels_depend_on_all_that_is_compiled_in_and_on_nothing_else(tmp_path:
         path.write_text(text.replace(right, wrong))
         assert (ask(say) != before) == is_needed, name
         path.write_text(text)
-    loaded = "import sys, darelib.kernels.cpu; from darelib.kernels import objects; "
+    loaded = "import sys, darelib.arithmetic.cpu; from darelib.arithmetic import objects; "
     loaded += "own = {name for name in sys.modules if name.split('.')[0] == 'darelib'}; "
     assert ask(loaded + "print(own - {*objects.read_sources()})") == "set()\n"
 

@@ -25,15 +25,16 @@ from darelib.commands.summary import MergeReport
 from darelib.core.text import ConfigError, DareError, install_hint, list_names
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.directories import ADAPTER_CONFIG, ADAPTER_FILE, STATED_KEY, part_name
+from darelib.models.forms import Entry
 from darelib.models.inputs import open_models
 from darelib.models.lora import ALPHA
 from darelib.models.lorafile import find_lora_file, name_modules
 from darelib.models.peft import PREFIX, describe_lora, find_adapter, read_settings, sort_keys
 from darelib.models.source import Source
+from darelib.models.tensor import Tensor
 from darelib.models.tensorfile import (
     AGAIN_HINT,
     PICKLE_SUFFIXES,
-    TensorInfo,
     convert_hint,
     explain_os_error,
     open_regular,
@@ -116,14 +117,14 @@ def _name_for_kohya(adapter: Checkpoint) -> Contents:
         alpha = _find_alpha(settings.find_scale(module, pair), pair.rank)
         dtype, stored = ("F32", "<f4") if float(np.float32(alpha)) == alpha else ("F64", "<f8")
         number = np.array(alpha, stored).tobytes()
-        contents |= list_contents(adapter, {f"{name}.{DOWN}": pair.a, f"{name}.{UP}": pair.b})
-        contents[f"{name}.{ALPHA}"] = (TensorInfo(dtype, ()), [number])
+        contents |= list_contents({f"{name}.{DOWN}": pair.a, f"{name}.{UP}": pair.b})
+        contents[f"{name}.{ALPHA}"] = (Entry(dtype, ()), [number])
     return contents
 
 
 def _name_for_peft(adapter: Checkpoint, base: Checkpoint) -> tuple[Contents, dict[str, Any]]:
     """The tensors by the names of PEFT, and its configuration."""
-    tensors: dict[str, TensorInfo] = {}
+    tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
     if adapter.unused:
@@ -133,7 +134,7 @@ def _name_for_peft(adapter: Checkpoint, base: Checkpoint) -> tuple[Contents, dic
         )
     for name, info in adapter.tensors.items():
         shape = base.tensors[name].shape
-        product = info.encoding.product
+        product = info.product
         if not product or product.transposed or product.magnitudes:
             raise DareError(
                 f"{name!r} of {adapter.name!r} is DoRA, of a layer of GPT-2, or has other names "
@@ -155,7 +156,7 @@ def _name_for_peft(adapter: Checkpoint, base: Checkpoint) -> tuple[Contents, dic
         ranks[module] = product.rank
         alphas[module] = _find_alpha(product.scale, product.rank)
     config = describe_lora(card_name(base.source), ranks, alphas)
-    return list_contents(adapter, tensors), config
+    return list_contents(tensors), config
 
 
 def _find_alpha(scale: float, rank: int) -> float:
@@ -222,7 +223,7 @@ def convert_to_original(old: Source, new: Path) -> tuple[int, list[str]]:
                 f"no original name is known for {lost[0]!r} of {old.name!r}",
                 "SD 1 to 3.5, SDXL and Flux are known, where their tensors are whole",
             )
-        write_tensors(new, list_contents(model, tensors), [file.path for file in model.files])
+        write_tensors(new, list_contents(tensors), [file.path for file in model.files])
     return len(tensors), left_out
 
 
@@ -329,7 +330,7 @@ def find_weights(content: Any) -> Mapping[Any, Any]:
     return table
 
 
-def describe(name: str, tensor: torch.Tensor) -> TensorInfo:
+def describe(name: str, tensor: torch.Tensor) -> Entry:
     """What a safetensors file says of a tensor; those that share values each have their own."""
     if name == "__metadata__" or not name.isprintable():
         raise DareError(f"a tensor is called {name!r}", "safetensors files have no such names")
@@ -340,7 +341,7 @@ def describe(name: str, tensor: torch.Tensor) -> TensorInfo:
             f"tensor {name!r} is {tensor.dtype} ({tensor.layout})",
             "safetensors files have no such type",
         )
-    return TensorInfo(dtype, tuple(tensor.shape))
+    return Entry(dtype, tuple(tensor.shape))
 
 
 def tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:

@@ -14,8 +14,6 @@ from darelib.core.drops import EXPECTATION, RANDOM
 from darelib.core.interrupts import Interrupts
 from darelib.core.text import clip, count_of, duration, human, printable
 from darelib.core.tuning import TUNING
-from darelib.kernels.engines import estimate_compiling
-from darelib.kernels.records import Buffers
 from darelib.methods import METHODS
 from darelib.models.checkpoint import Checkpoint
 from darelib.output.matched import PlannedMatch
@@ -26,7 +24,6 @@ from darelib.run import estimate_matching
 from darelib.run.products import estimate_products, open_worker, set_ranks
 from darelib.run.rounds import measure_rate
 from darelib.run.solving import estimate_matrices, estimate_solving
-from darelib.run.worker import count_work
 
 # What a merge holds besides its buffers, as measured: the process with all that it has loaded, and
 # what is known of each tensor of each model.
@@ -258,30 +255,23 @@ def estimate_merge(
     """
     entries = dataclasses.replace(plan, tensors=tuple(t for t in plan.tensors if not t.matrices))
     with Interrupts() as interrupts:
-        worker = open_worker(entries, inputs, interrupts, measures_ranks=True)
+        worker = open_worker(entries, inputs, measures_ranks=True)
         size, seconds, outcomes = measure_rate(entries.rounds(), worker, interrupts)
     reading = seconds * entries.bytes_to_read / max(size, 1)
     plan = set_ranks(plan, outcomes)
-    specs = plan.specs() | {spec for model in inputs for spec in model.specs}
-    compiling = estimate_compiling(specs, plan.config.engine, count_work(plan))
-    estimate = Estimate(compiling + reading + estimate_solving(plan), size, seconds)
+    estimate = Estimate(reading + estimate_solving(plan), size, seconds)
     return estimate, AdapterFit.of(plan, outcomes)
 
 
 def estimate_memory(plan: FilePlan, inputs: Sequence[Checkpoint]) -> int:
-    """About what the process will hold: itself, what is known of the tensors, and the buffers."""
-    looks = {look for tensor in plan.tensors for look in tensor.looks}
-    buffers = Buffers(
-        models=len(plan.models),
-        row_bytes=plan.chunk * plan.itemsize,
-        kernels={look.kernel for look in looks},
-        ranked=plan.ranked,
-        counters=max((look.counters for look in looks), default=0),
-    ).nbytes
+    """About what the process will hold: itself, what is known of the tensors, and chunks."""
+    counters = max((4 * look.counters for t in plan.tensors for look in t.looks), default=0)
+    own = (2 * len(plan.models) + 3) * plan.chunk * plan.itemsize + counters * len(plan.models)
+    own += 2 * plan.ranked * plan.itemsize
     held = [model.held_bytes for model in inputs]
     kept = min(plan.threads * sum(held), TUNING.expand_elements * 4)
-    waiting = [tensor.encoding.count_held(tensor.base, plan.chunk) for tensor in plan.tensors]
-    threads = kept + plan.threads * (buffers + max(held) + max(waiting, default=0))
+    waiting = [tensor.form.count_held(plan.chunk) for tensor in plan.tensors]
+    threads = kept + plan.threads * (own + max(held) + max(waiting, default=0))
     known = TENSOR_BYTES * len(plan.tensors) * len(inputs)
     return PROCESS_BYTES + known + threads + estimate_matrices(plan) + estimate_products(plan)
 

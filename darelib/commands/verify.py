@@ -38,7 +38,7 @@ from darelib.models.tensorfile import explain_os_error, open_regular, peek_heade
 
 if TYPE_CHECKING:
     from darelib.models.checkpoint import Checkpoint
-    from darelib.models.encodings import TensorInfo
+    from darelib.models.forms import Entry
     from darelib.output.prepare import FilePlan
     from darelib.plan.tensorplan import PlannedFile
 
@@ -119,7 +119,7 @@ def compare_output(
         for file in plan.files:
             comparison.open_file(file)
         comparison.check_side_files()
-        worker = open_worker(plan, inputs, interrupts)
+        worker = open_worker(plan, inputs)
         done = comparison.check_matched(worker.place_of)
         with progress("verifying", count_steps(plan), plan.config.verbose) as worker.advance:
             run_rounds(
@@ -216,7 +216,7 @@ class Comparison(ExitStack):
                 "a loader may read that instead of the merged files; move it elsewhere",
             )
 
-    def check_matched(self, place_of: Callable[[TensorInfo], int]) -> set[tuple[str, int]]:
+    def check_matched(self, place_of: Callable[[Entry], int]) -> set[tuple[str, int]]:
         """Compare the tensors that were matched with their digests in the recipe: to match them
         again would take the examples, and another machine comes to other last digits. Gives their
         jobs, which need not be run.

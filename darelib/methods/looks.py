@@ -6,7 +6,7 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from darelib.core.arrays import Array, fold_neighbours, library
 from darelib.core.drops import Bounds, End, Thinning
@@ -128,19 +128,48 @@ def weigh_for_look(settings: TensorSettings, models: Sequence[int], found: Found
     return weigh(settings, models, found, (1.0,) * len(settings.divisors))
 
 
+class Chunk(Protocol):
+    """A chunk of a tensor, as looks see it in a merge of files."""
+
+    start: int
+    base: Array
+    merged: Array  # for a look that merges: the result, and the largest |value| of it
+    peak: float
+
+    def as_piece(self, sees_dropped: bool) -> Piece:
+        """As the method's definition sees it."""
+        ...
+
+    def count_digits(self, row: int, shift: int, prefixes: Any, counts: Any) -> None:
+        """Count what a model's drop keeps by 16 bits of |delta|."""
+        ...
+
+    def count_scores(self, scores: Array, shift: int, prefixes: Any, counts: Any) -> None:
+        """Count scores in the same way."""
+        ...
+
+    def add_sizes(self) -> tuple[float, ...]:
+        """The sums of |delta|, for each model, then of what the drop keeps of it."""
+        ...
+
+    def multiply_ends(self, ends: int, from_zero: bool) -> tuple[float, ...]:
+        """The scalar products of all thinned models, or of their deltas: each with itself first."""
+        ...
+
+
 @dataclass(eq=False)
 class Look:
     """Finds out what must be known of one whole tensor before it is merged.
 
-    In passes, each of them jobs in any order. buffers are the kernels' (see darelib.kernels); jobs
-    are added one at a time, chunks from any thread.
+    In passes, each of them jobs in any order and in any thread; what they note is added one at a
+    time.
     """
 
     # Without types, so that they are no fields: each class has its own.
-    kernel = ""  # the compiled kernel that looks; none: its own definition does, piece by piece
-    counters = 0  # counters of each model that it takes in a thread's buffers
-    merges = False  # whether its kernel is the one that merges
-    whole = False  # whether its jobs are whole matrices, which no kernel is for
+    counters = 0  # that a job holds for each model
+    kernel = ""  # what a GPU's kernels and the definition call it; none: its own definition looks
+    merges = False  # whether it sees the merged values
+    whole = False  # whether its jobs are whole matrices
     of_rows = False  # whether its pieces are whole rows
     sees_dropped = False  # whether its pieces hold whole deltas, and not thinned ones
 
@@ -158,17 +187,14 @@ class Look:
         """How the deltas are thinned that it sees."""
         return weigh_for_look(self.settings, self.models, self.found)
 
-    def describe(self, buffers: Any, number: int) -> None:
-        """Set what its kernel must know in this pass."""
+    def observe(self, chunk: Chunk, number: int, noted: Any) -> Any:
+        """What is to be noted of a chunk in a pass, with what was noted of the job before (None: it
+        is the first).
+        """
+        raise NotImplementedError
 
-    def add_chunk(self, start: int, count: int, buffers: Any) -> None:
-        """Add what the kernel found in so many entries from there on."""
-
-    def add_piece(self, piece: Piece) -> None:
-        """Add what its own definition finds in a piece."""
-
-    def add_job(self, start: int, stop: int, buffers: Any) -> None:
-        """Add what the kernel found in a job."""
+    def add(self, noted: Any) -> None:
+        """Add what was noted of a job."""
 
     def conclude(self, number: int) -> None:
         """Draw the conclusion of this pass, of which all jobs have been added."""
@@ -196,11 +222,10 @@ class Digits:
         return End(size, self.number, self.equal)
 
 
-PREFIXES: Final = ("prefix", "prefix_2", "prefix_3")  # of a record
-
-
-def list_prefixes(wanted: Sequence[Digits]) -> list[int]:
-    return list(dict.fromkeys(digits.prefix for digits in wanted))
+def list_prefixes(wanted: Sequence[Digits], count: int) -> list[int]:
+    """The different beginnings of what is looked for, filled up to so many."""
+    known = list(dict.fromkeys(digits.prefix for digits in wanted))
+    return known + [NO_PREFIX] * (count - len(known))
 
 
 @dataclass(eq=False)
@@ -220,26 +245,31 @@ class BoundsLook(Look):
     def count_passes(cls, bits: int) -> int:
         return bits // DIGIT_BITS
 
-    def describe(self, buffers: Any, number: int) -> None:
-        buffers.tensor["shift"] = self.bits - (number + 1) * DIGIT_BITS
-        for row in range(len(self.models)):
-            prefixes = list_prefixes(self._wanted[row]) if number else [0]
-            prefixes += [NO_PREFIX] * len(PREFIXES)
-            for name, prefix in zip(PREFIXES, prefixes, strict=False):
-                buffers.models[name][row] = prefix
+    def observe(self, chunk: Chunk, number: int, noted: Any) -> Any:
+        lib = library(chunk.base)
+        if noted is None:
+            noted = lib.zeros((len(self.models), self.ends, 1 << DIGIT_BITS), lib.uint32)
+        shift = self.bits - (number + 1) * DIGIT_BITS
+        for row, counts in enumerate(noted):
+            wanted = self._wanted[row] if number else [Digits(0)]
+            prefixes = lib.array(list_prefixes(wanted, self.ends), lib.uint64)
+            self._count(chunk, row, shift, prefixes, counts)
+        return noted
 
-    def add_job(self, start: int, stop: int, buffers: Any) -> None:
-        counts = buffers.counts[: len(self.models), : self.ends << DIGIT_BITS]
-        self._counts = self._counts + counts.astype("i8")
+    def _count(self, chunk: Chunk, row: int, shift: int, prefixes: Any, counts: Any) -> None:
+        chunk.count_digits(row, shift, prefixes, counts)
+
+    def add(self, noted: Any) -> None:
+        self._counts = self._counts + noted.astype("i8")
 
     def conclude(self, number: int) -> None:
-        counts = self._counts.reshape(len(self.models), self.ends, -1)
+        counts = self._counts
         self._counts = 0
         if number == 0:
             numbers = map(self.number, self.models, counts[:, 0].sum(axis=1).tolist())
             self._wanted = [list(map(Digits, each)) for each in numbers]
         for wanted, parts in zip(self._wanted, counts, strict=True):
-            prefixes = list_prefixes(wanted)  # those that begin alike were counted together
+            prefixes = list_prefixes(wanted, 0)  # those that begin alike were counted together
             places = [prefixes.index(digits.prefix) for digits in wanted]
             for digits, place in zip(wanted, places, strict=True):
                 digits.find_next(parts[place])
@@ -269,9 +299,18 @@ class TrimLook(BoundsLook):
 
 @dataclass(eq=False)
 class ChunkLook(Look):
-    """Adds up what a kernel finds in each chunk, in the chunks' order."""
+    """Adds up what it finds in each chunk, in the chunks' order."""
 
-    _chunks: dict[int, Any] = field(default_factory=dict)  # or in each job
+    _chunks: dict[int, Any] = field(default_factory=dict)
+
+    def observe(self, chunk: Chunk, number: int, noted: Any) -> Any:
+        return {**(noted or {}), chunk.start: self.measure_chunk(chunk)}
+
+    def measure_chunk(self, chunk: Chunk) -> Any:
+        raise NotImplementedError
+
+    def add(self, noted: Any) -> None:
+        self._chunks |= noted
 
     def conclude(self, number: int) -> None:
         self.record(fold_columns([self._chunks.pop(start) for start in sorted(self._chunks)]))
@@ -285,9 +324,8 @@ class SumsLook(ChunkLook):
 
     kernel = "sums"
 
-    def add_chunk(self, start: int, count: int, buffers: Any) -> None:
-        records = buffers.models[: len(self.models)]
-        self._chunks[start] = (*records["size"].tolist(), *records["kept_size"].tolist())
+    def measure_chunk(self, chunk: Chunk) -> tuple[float, ...]:
+        return chunk.add_sizes()
 
     def record(self, sums: Sequence[float]) -> None:
         number = len(self.models)
@@ -301,12 +339,8 @@ class GramLook(ChunkLook):
 
     kernel = "products"
 
-    def describe(self, buffers: Any, number: int) -> None:
-        buffers.tensor["ends"] = len(self.settings.weights)
-        buffers.tensor["from_zero"] = self.settings.origin == ZERO
-
-    def add_chunk(self, start: int, count: int, buffers: Any) -> None:
-        self._chunks[start] = tuple(buffers.find_products(count).tolist())
+    def measure_chunk(self, chunk: Chunk) -> tuple[float, ...]:
+        return chunk.multiply_ends(len(self.settings.weights), self.settings.origin == ZERO)
 
     def record(self, sums: Sequence[float]) -> None:
         self.found.products = tuple(sums)
@@ -334,29 +368,32 @@ class ScoreLook(BoundsLook):
         """The scores that count, in any order: none is negative."""
         raise NotImplementedError
 
+    def _count(self, chunk: Chunk, row: int, shift: int, prefixes: Any, counts: Any) -> None:
+        if row == 0:
+            scores = self.score(chunk.as_piece(self.sees_dropped))
+            chunk.count_scores(scores, shift, prefixes, counts)
 
-class SumLook(ChunkLook):
-    """Sums over all pieces."""
 
-    def measure(self, piece: Piece) -> tuple[float, ...]:
+class PieceLook(ChunkLook):
+    """What a method's definition measures in each piece."""
+
+    def measure(self, piece: Piece) -> Any:
         raise NotImplementedError
 
-    def add_piece(self, piece: Piece) -> None:
-        self._chunks[piece.start] = self.measure(piece)
+    def measure_chunk(self, chunk: Chunk) -> Any:
+        return self.measure(chunk.as_piece(self.sees_dropped))
 
 
-class RowLook(ChunkLook):
-    """A number for each row of the tensor, under a name."""
+class SumLook(PieceLook):
+    """Sums over all pieces: `measure` gives some numbers."""
+
+
+class RowLook(PieceLook):
+    """A number for each row of the tensor, under a name: `measure` gives an array."""
 
     of_rows = True
     sees_dropped = True
     name = ""
-
-    def measure(self, piece: Piece) -> Array:
-        raise NotImplementedError
-
-    def add_piece(self, piece: Piece) -> None:
-        self._chunks[piece.start] = self.measure(piece)
 
     def conclude(self, number: int) -> None:
         parts = [self._chunks.pop(start) for start in sorted(self._chunks)]

@@ -15,23 +15,22 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, Self
 
+from darelib.core.formats import INTEGERS
 from darelib.core.text import DareError, InputChanged
-from darelib.kernels import Kernel, KernelSpec
 from darelib.models.directories import (
     CONFIG_FILE,
     Layout,
     find_shards_beside,
     part_name,
 )
-from darelib.models.encodings import Input
 from darelib.models.examples import Examples
 from darelib.models.source import Source
+from darelib.models.tensor import Described, Tensor
 from darelib.models.tensorfile import (
     AGAIN_HINT,
     CHANGED_HINT,
     MAX_TENSORS,
     TensorFile,
-    TensorInfo,
     read_json,
 )
 from darelib.models.vocabulary import digest_tokenizer
@@ -90,7 +89,6 @@ QUANTISED_NAMES: Final = re.compile(
     r"|weight_(global_)?scale(_inv|_2)?|weight\.(absmax|quant_map|nested_\w+|quant_state\..+))$"
 )
 QUANTISED_TYPES: Final = ("F4", "F6_", "F8_")
-INTEGERS: Final = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")
 
 
 def module_of(name: str) -> str:
@@ -100,7 +98,7 @@ def module_of(name: str) -> str:
     return name.partition(".weight.")[0] if ".weight." in name else name.rpartition(".")[0] or name
 
 
-def quantised_modules(tensors: Mapping[str, TensorInfo]) -> set[str]:
+def quantised_modules(tensors: Mapping[str, Tensor]) -> set[str]:
     """The modules whose tensors only make sense together, and cannot be averaged."""
     return {
         module_of(name)
@@ -112,7 +110,7 @@ def quantised_modules(tensors: Mapping[str, TensorInfo]) -> set[str]:
     }
 
 
-class Checkpoint(Input):
+class Checkpoint(Described):
     """A model, open for reading: the tensors of all its files, by name.
 
     Every kind of input has these attributes.
@@ -128,7 +126,6 @@ class Checkpoint(Input):
     # an absolute path.
     modules: Mapping[str, str] = MappingProxyType({})
     stated: str = ""
-    specs: frozenset[KernelSpec] = frozenset()  # the kernels that read needs
     held_bytes: int = 0  # what a thread that reads it holds, at most
     examples: Examples | None = None  # of what it can do, where a merge is matched with them
 
@@ -141,7 +138,7 @@ class Checkpoint(Input):
         self.paths = (layout.folder, *layout.files) if layout.folder else layout.files
         self.warnings = tuple(find_shards_beside(self.name, layout))
         self.files: list[TensorFile] = []
-        self.tensors: dict[str, TensorInfo] = {}
+        self.tensors: dict[str, Tensor] = {}
         try:
             for path in layout.files:
                 self._open(path, layout.modules.get(path, ""))
@@ -152,7 +149,7 @@ class Checkpoint(Input):
 
     def _open(self, path: Path, module: str) -> None:
         try:
-            file = TensorFile(path, part_name(self.source, path), len(self.files))
+            file = TensorFile(path, part_name(self.source, path))
         except FileNotFoundError:
             raise DareError(f"{self.name!r} lacks its file {path.name!r}", AGAIN_HINT) from None
         self.files.append(file)
@@ -165,9 +162,10 @@ class Checkpoint(Input):
             file.metadata.clear()  # which may be large, and means nothing to a merge
         for name, info in file.tensors.items():
             if name in self.tensors:
-                first = self.files[self.tensors[name].file].path.name
+                first = next(each for each in self.files if name in each.tensors)
                 raise DareError(
-                    f"tensor {name!r} of {self.name!r} is in {first!r} and in {path.name!r}",
+                    f"tensor {name!r} of {self.name!r} is in {first.path.name!r} and in "
+                    f"{path.name!r}",
                     "a tensor must be in one file; save the model again",
                 )
             self.tensors[name] = info
@@ -179,9 +177,9 @@ class Checkpoint(Input):
             )
 
     def _check_index(self, layout: Layout) -> None:
+        homes = {name: file.path for file in self.files for name in file.tensors}
         for name, expected in layout.weight_map.items():
-            info = self.tensors.get(name)
-            if info is None or self.files[info.file].path != Path(layout.folder or "", expected):
+            if homes.get(name) != Path(layout.folder or "", expected):
                 raise DareError(
                     f"the index of {self.name!r} says that tensor {name!r} is in {expected!r}, "
                     "and it is not",
@@ -194,7 +192,7 @@ class Checkpoint(Input):
         return (self,)
 
     @property
-    def stored(self) -> list[TensorInfo]:
+    def stored(self) -> list[Tensor]:
         return [info for file in self.files for info in file.tensors.values()]
 
     def read_tables(self) -> list[dict[str, Any]]:
@@ -249,18 +247,13 @@ class Checkpoint(Input):
             length = min(size, PAGE_BYTES)
             starts = [(size - length) * (k * count % PAGES) // PAGES for k in pages]
             if size <= PAGE_BYTES * len(starts):  # its pages overlap, so that it is read once
-                whole = self._read_page(info, 0, size)
+                whole = info.read_raw(0, size)
                 found = (whole[start : start + length] for start in starts)
             else:
-                found = (self._read_page(info, start, length) for start in starts)
+                found = (info.read_raw(start, length) for start in starts)
             for page in found:
-                digest.update(page)
+                digest.update(page.data)
         return digest.hexdigest()
-
-    def _read_page(self, info: TensorInfo, start: int, length: int) -> memoryview:
-        page = memoryview(bytearray(length))
-        self.read_bytes(page, info, start)
-        return page
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -268,12 +261,6 @@ class Checkpoint(Input):
         one that can be read.
         """
         return {} if self.partial else read_config(self.folder or self.files[0].path.parent)
-
-    def prepare(self, kernels: Mapping[KernelSpec, Kernel], inputs: int) -> None:
-        """Called once, before the first read. inputs: how many share the memory of what is made."""
-
-    def read_bytes(self, view: memoryview, info: TensorInfo, start: int) -> None:
-        self.files[info.file].read_into(view, info.offset + start)
 
     def check_unchanged(self) -> None:
         for file in self.files:

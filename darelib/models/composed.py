@@ -9,18 +9,16 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from darelib.arithmetic.stored import round_to
 from darelib.config import LAYER, count_layers
 from darelib.core.formats import FORMATS
 from darelib.core.text import DareError, count_of, list_names
-from darelib.kernels import Kernel, KernelSpec
-from darelib.kernels.plain import encode
 from darelib.models.checkpoint import (
     EMBEDDINGS,
     HEADS,
@@ -30,11 +28,12 @@ from darelib.models.checkpoint import (
     ties_embeddings,
 )
 from darelib.models.directories import CONFIG_FILE
-from darelib.models.encodings import PLAIN, Derived, Input, TensorInfo
 from darelib.models.lora import LoraAdapter
-from darelib.models.rows import choose_real, read_values
 from darelib.models.source import Source
-from darelib.models.tensorfile import MAX_TENSORS
+from darelib.models.tensor import Known, Tensor
+from darelib.models.tensorfile import MAX_TENSORS, Stored
+
+Array = Any
 
 # Tensors outside the layers that come before them; all others come after.
 BEFORE_LAYERS: Final = re.compile(r"emb(?!ed_out)|\bw[tp]e\b")
@@ -55,30 +54,24 @@ FITTING: Final = re.compile(r"(text_config\.)?(model_type|hidden_size|n_embd|d_m
 
 
 @dataclass(frozen=True, eq=False)
-class Adapted(Derived):
+class Adapted(Tensor):
     """A tensor that an adapter changes. It is rounded once, to the model's type."""
 
-    stored: TensorInfo  # the model's
-    change: TensorInfo  # the adapter's: what is added, or what replaces it
-    model: Checkpoint = field(repr=False)
-    adapter: Checkpoint = field(repr=False)
+    stored: Tensor  # the model's
+    change: Tensor  # the adapter's: what is added, or what replaces it
 
-    def stored_bytes(self, info: TensorInfo) -> int:
+    @property
+    def stored_bytes(self) -> int:
         return self.change.stored_bytes + self.change.is_delta * self.stored.stored_bytes
 
-    def read(
-        self, model: Input, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
-    ) -> None:
-        if not self.change.is_delta and self.change.dtype == info.dtype:
-            self.adapter.read(self.change, start, count, into)
-            return
-        real = choose_real(info, self.change)
-        values = read_values(self.adapter, self.change, start, count, real)
-        with np.errstate(all="ignore"):  # what is not finite is found by the merge
-            if self.change.is_delta:
-                values += read_values(self.model, self.stored, start, count, real)
-        values[np.isnan(values)] = np.nan  # which no rounding makes a number
-        into[:] = encode(values, info.dtype).view(np.uint8)
+    def read(self, start: int, count: int, known: Known | None = None) -> Array:
+        values = self.change.read(start, count)
+        if not self.change.is_delta and self.change.dtype == self.dtype:
+            return values
+        if self.change.is_delta:
+            with np.errstate(all="ignore"):  # what is not finite is found by the merge
+                values = values + self.stored.read(start, count)
+        return round_to(values, self.dtype)
 
 
 def check_adapter(adapter: Checkpoint, model: Checkpoint) -> LoraAdapter:
@@ -108,7 +101,6 @@ class AdaptedModel(Checkpoint):
         changed = {name: self._adapt(name, info) for name, info in adapter.tensors.items()}
         tied = self._find_tied(changed) if ties_embeddings(self.config) else {}
         self.tensors = model.tensors | tied | changed
-        self.specs = adapter.specs
         self.held_bytes = adapter.held_bytes
         self.note = f"with {adapter.note}"
         self.base_config = adapter.base_config
@@ -120,12 +112,12 @@ class AdaptedModel(Checkpoint):
                 f"{list_names(adapter.unused)}; ignored",
             )
 
-    def _adapt(self, name: str, change: TensorInfo) -> TensorInfo:
+    def _adapt(self, name: str, change: Tensor) -> Tensor:
         stored = self._model.tensors[name]
-        is_made = change.encoding is not PLAIN
-        if stored.encoding.kind or (is_made and stored.dtype not in FORMATS):
+        is_made = not isinstance(change, Stored)
+        if stored.kind or (is_made and stored.dtype not in FORMATS):
             raise DareError(
-                f"{name!r} of {self._model.name!r} is {stored.encoding.kind or stored.dtype}, on "
+                f"{name!r} of {self._model.name!r} is {stored.kind or stored.dtype}, on "
                 "which no adapter can be put",
                 QUANTISE_HINT,
             )
@@ -138,12 +130,10 @@ class AdaptedModel(Checkpoint):
         are_floats = {stored.dtype, change.dtype} <= FORMATS.keys()
         dtype = stored.dtype if are_floats else change.dtype
         if change.dtype == dtype and not is_made:
-            file = change.file + len(self._model.files)
-            return replace(change, file=file, folder=stored.folder)
-        encoding = Adapted(stored, change, self._model, self._adapter)
-        return TensorInfo(dtype, stored.shape, encoding=encoding, folder=stored.folder)
+            return replace(change, folder=stored.folder)
+        return Adapted(dtype, stored.shape, stored, change, folder=stored.folder)
 
-    def _find_tied(self, changed: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    def _find_tied(self, changed: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The heads that are stored beside an embedding that is changed, as that embedding."""
         stored = self._model.tensors
         embeddings = [info for name, info in changed.items() if name.endswith(EMBEDDINGS)]
@@ -158,9 +148,6 @@ class AdaptedModel(Checkpoint):
         adapter = {f"adapter_{key}": value for key, value in self._adapter.fingerprint.items()}
         return self._model.fingerprint | adapter | {"size": self.size}
 
-    def prepare(self, kernels: Mapping[KernelSpec, Kernel], inputs: int) -> None:
-        self._adapter.prepare(kernels, inputs)
-
     def check_unchanged(self) -> None:
         super().check_unchanged()
         self._adapter.check_unchanged()
@@ -172,14 +159,13 @@ class AdaptedModel(Checkpoint):
 @dataclass(frozen=True)
 class StackedModel:
     model: Checkpoint
-    files: int  # how many files of others come before its own
     kind: str  # what is before the index of a layer in a name
     depth: int
     # Its tensors, by layer; those before the layers have the index -1, those after them the depth.
-    layers: Mapping[int, dict[str, TensorInfo]]
+    layers: Mapping[int, dict[str, Tensor]]
 
     @classmethod
-    def of(cls, model: Checkpoint, files: int) -> StackedModel:
+    def of(cls, model: Checkpoint) -> StackedModel:
         counts = count_layers(model.tensors)
         if len(counts) != 1:
             raise DareError(
@@ -187,12 +173,12 @@ class StackedModel:
                 "layers can only be taken of a model that has one",
             )
         [(kind, depth)] = counts.items()
-        layers: dict[int, dict[str, TensorInfo]] = defaultdict(dict)
+        layers: dict[int, dict[str, Tensor]] = defaultdict(dict)
         for name, info in model.tensors.items():
             match = LAYER.match(name)
             outside = -1 if BEFORE_LAYERS.search(name) else depth
             layers[int(match[2]) if match else outside][name] = info
-        return cls(model, files, kind, depth, layers)
+        return cls(model, kind, depth, layers)
 
     @cached_property
     def tables(self) -> list[dict[str, Any]]:
@@ -224,10 +210,9 @@ class Stack(Checkpoint):
         self.tensors = {}
         own: dict[Source, StackedModel] = {}
         for model in models:
-            own[model.source] = StackedModel.of(model, len(self.files))
+            own[model.source] = StackedModel.of(model)
             self.files += model.files
         self._own = own
-        self.specs = frozenset(spec for model in models for spec in model.specs)
         self.held_bytes = max(model.held_bytes for model in models)
         self._home = home = own[source.slices[0].source]
         self.warnings = (*(words for model in models for words in model.warnings), *self._compare())
@@ -238,10 +223,10 @@ class Stack(Checkpoint):
                 f"{last.model.name!r}, whose layers come last, has no {lacking[0]!r}",
                 "let the last layers be those of a model that has it",
             )
-        self._add(home, home.layers[-1], str)
+        self._add(home.layers[-1], str)
         for place, (part, layer) in enumerate(self._order):
-            self._add(part, part.layers[layer], partial(put_layer, place))
-        self._add(last, after, str)
+            self._add(part.layers[layer], partial(put_layer, place))
+        self._add(after, str)
 
     @property
     def parts(self) -> list[Checkpoint]:
@@ -252,16 +237,12 @@ class Stack(Checkpoint):
         own = [part.fingerprint for part in self.parts]
         return {"layers": self.source.arrangement, "models": own}
 
-    def prepare(self, kernels: Mapping[KernelSpec, Kernel], inputs: int) -> None:
-        for model in self.parts:
-            model.prepare(kernels, inputs)
-
     def check_unchanged(self) -> None:
         for model in self.parts:
             model.check_unchanged()
 
     @property
-    def stored(self) -> list[TensorInfo]:
+    def stored(self) -> list[Tensor]:
         return list(self.tensors.values())
 
     @cached_property
@@ -307,13 +288,8 @@ class Stack(Checkpoint):
                     f"configuration the output has: {', '.join(words)}"
                 )
 
-    def _add(
-        self, part: StackedModel, tensors: dict[str, TensorInfo], rename: Callable[[str], str]
-    ) -> None:
-        for name, info in tensors.items():
-            encoding = info.encoding.move(part.files, rename)
-            moved = replace(info, file=info.file + part.files, encoding=encoding)
-            self.tensors[rename(name)] = moved
+    def _add(self, tensors: Mapping[str, Tensor], rename: Callable[[str], str]) -> None:
+        self.tensors |= {rename(name): tensor.rename(rename) for name, tensor in tensors.items()}
         if len(self.tensors) > MAX_TENSORS:
             raise DareError(
                 f"{self.name!r} would have more than {MAX_TENSORS:,} tensors",

@@ -15,16 +15,16 @@ from typing import Any, ClassVar, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from darelib.arithmetic import float8
+from darelib.arithmetic.stored import decode, encode
 from darelib.config import DareConfig, is_count
-from darelib.core.formats import FORMATS, widen
 from darelib.core.mask import TILE
 from darelib.core.text import ConfigError, DareError, clip
-from darelib.kernels import float8, plain
-from darelib.methods import METHODS
-from darelib.methods.looks import Look
+from darelib.methods.looks import Chunk, Look
 from darelib.models.checkpoint import QUANTISE_HINT, Checkpoint, module_of, quantised_modules
 from darelib.models.directories import CONFIG_FILE
-from darelib.models.encodings import Derived, Encoding, Input, Target, TensorInfo, Writer
+from darelib.models.forms import Entry, Form, Target, Writer
+from darelib.models.tensor import Described, Known, Tensor
 
 Array = NDArray[Any]
 
@@ -60,18 +60,17 @@ MAX_GROUP: Final = 1 << 24  # elements of a row of blocks, which is held in memo
 
 
 @dataclass(frozen=True, eq=False)
-class Fp8(Derived):
+class Fp8(Tensor):
     """A matrix in FP8, that is read as float32. Its scales are a tensor themselves."""
 
     kind: ClassVar[str] = "FP8"
-    rereads: ClassVar[bool] = False
     hint: ClassVar[str] = SCALE_HINT
     config_keys: ClassVar[tuple[str, ...]] = ("quantization_config", "compression_config")
     files: ClassVar[tuple[str, ...]] = ("hf_quant_config.json",)
 
-    stored: TensorInfo
+    stored: Tensor
     scale_name: str
-    scales: TensorInfo
+    scales: Tensor
     block: tuple[int, int]  # the rows and columns that share a scale
     grid: tuple[int, int]  # how many scales there are
     powers: bool  # whether the configuration wants powers of two (scale_fmt ue8m0)
@@ -82,138 +81,85 @@ class Fp8(Derived):
         return self.grid == (1, 1)
 
     @property
-    def looks(self) -> tuple[type[Look], ...]:
-        return (PeakLook,) if self.whole else ()
+    def form(self) -> Form:
+        return Fp8Form(self)
 
-    def stored_bytes(self, info: TensorInfo) -> int:
+    @property
+    def stored_bytes(self) -> int:
         return self.stored.nbytes + self.scales.nbytes
 
-    def list_outputs(self, name: str, info: TensorInfo) -> dict[str, TensorInfo]:
-        return {name: TensorInfo(FP8, info.shape), self.scale_name: self.scales}
+    def rename(self, rename: Callable[[str], str]) -> Tensor:
+        return dataclasses.replace(self, scale_name=rename(self.scale_name))
 
-    def move(self, files: int, rename: Callable[[str], str]) -> Encoding:
-        stored, scales = (
-            dataclasses.replace(info, file=info.file + files) for info in (self.stored, self.scales)
-        )
-        name = rename(self.scale_name)
-        return dataclasses.replace(self, stored=stored, scales=scales, scale_name=name)
-
-    def find_step(self, info: TensorInfo) -> int:
-        """Rows of blocks that are whole tiles, so that each job finds its scales alone."""
-        return TILE if self.whole else math.lcm(self.block[0] * info.width, TILE)
-
-    def count_group(self, info: TensorInfo, chunk: int) -> int:
-        """Elements that are gathered before they are written: whole rows of blocks, a chunk if they
-        fit.
-        """
-        if self.whole:
-            return chunk
-        row = self.block[0] * info.width
-        return min(max(1, chunk // row) * row, info.count)
-
-    def count_held(self, info: TensorInfo, chunk: int) -> int:
-        """Merged values that wait for their scales, and the base's, once more while they are
-        encoded.
-        """
-        return 24 * self.count_group(info, chunk)
-
-    def open_writer(self, target: Target, start: int, chunk: int, look: Look | None) -> Writer:
-        return Fp8Writer(self, target, start, chunk, look)
-
-    def read(
-        self, model: Input, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
-    ) -> None:
-        stored = np.empty(count, np.uint8)
-        values = np.frombuffer(into, np.float32)
-        model.read_bytes(stored.data, self.stored, start)
-        float8.decode(stored, values)
-        width = info.width
+    def read(self, start: int, count: int, known: Known | None = None) -> Array:
+        values = np.empty(count, np.float32)
+        float8.decode(self.stored.read_raw(start, count), values)
         stop = start + count
-        first_row = min(-(-start // width) * width, stop)
-        last_row = max(stop // width * width, start)
+        first_row = min(-(-start // self.width) * self.width, stop)
+        last_row = max(stop // self.width * self.width, start)
         with np.errstate(all="ignore"):  # what is not finite is found in the result
             # The rest of a row, whole rows, and the start of one.
             for first, last in itertools.pairwise(sorted({start, first_row, last_row, stop})):
-                self._scale(model, width, values[first - start : last - start], first)
+                self._scale(values[first - start : last - start], first)
+        return values
 
-    def _scale(self, model: Input, width: int, values: Array, start: int) -> None:
-        row, column = divmod(start, width)
-        part = values.reshape(-1, min(width, len(values)))
-        raw = self.read_scales(model, row, len(part))
-        scales = widen(raw, self.scales.dtype).reshape(-1, self.grid[1])
-        for rows, factors in float8.spread(scales, self.block, row, len(part), width):
+    def _scale(self, values: Array, start: int) -> None:
+        row, column = divmod(start, self.width)
+        part = values.reshape(-1, min(self.width, len(values)))
+        scales = self.read_scales(row, len(part))
+        for rows, factors in float8.spread(scales, self.block, row, len(part), self.width):
             one = factors.shape[-1] == 1
             part[rows] *= factors if one else factors[..., column : column + part.shape[1]]
 
-    def read_scales(self, model: Input, row: int, rows: int) -> NDArray[np.uint8]:
-        """The scales of the blocks that rows of the tensor are in, as bytes."""
+    def read_scales(self, row: int, rows: int) -> Array:
+        """The scales of the blocks that rows of the tensor are in."""
         first = row // self.block[0]
         last = -(-(row + rows) // self.block[0])
-        item = self.grid[1] * (self.scales.nbytes // self.scales.count)
-        raw = np.empty((last - first) * item, np.uint8)
-        model.read_bytes(raw.data, self.scales, first * item)
-        return raw
+        scales = self.scales.read(first * self.grid[1], (last - first) * self.grid[1])
+        return scales.reshape(-1, self.grid[1])
 
 
 @dataclass(frozen=True, eq=False)
-class Unscaled(Derived):
+class Unscaled(Tensor):
     """A tensor in FP8 without a scale. All its values are bfloat16, too."""
 
     kind: ClassVar[str] = "FP8"
 
-    stored: TensorInfo
+    stored: Tensor
 
-    def stored_bytes(self, info: TensorInfo) -> int:
+    @property
+    def stored_bytes(self) -> int:
         return self.stored.nbytes
 
-    def read(
-        self, model: Input, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
-    ) -> None:
-        stored = np.empty(count, np.uint8)
-        self.stored.encoding.read_stored(model, self.stored, start, stored.data)
-        brains = float8.list_brains(self.stored.dtype)[stored]
-        if info.dtype == "F32":
-            into.view(np.uint32)[:] = brains.astype(np.uint32) << 16
-        else:
-            into.view(np.uint16)[:] = brains
+    def read(self, start: int, count: int, known: Known | None = None) -> Array:
+        stored = self.stored.read_raw(start, count)
+        return decode(float8.list_brains(self.stored.dtype)[stored], "BF16")
 
 
-@dataclass(frozen=True, eq=False)
 class Kept(Unscaled):
     """The same, read as float32, and written in FP8 again."""
 
-    def list_outputs(self, name: str, info: TensorInfo) -> dict[str, TensorInfo]:
-        return {name: TensorInfo(FP8, info.shape)}
-
-    def open_writer(self, target: Target, start: int, chunk: int, look: Look | None) -> Writer:
-        return KeptWriter(target, start)
-
-
-class KeptWriter(Writer):
-    def __init__(self, target: Target, start: int) -> None:
-        super().__init__(target, start)
-        self._place = start
-
-    def add(self, merged: NDArray[np.uint8], base: NDArray[np.uint8], count: int) -> None:
-        values = merged.view(np.float32)[:count]
-        if (np.abs(values) > float8.LARGEST).any():
-            raise DareError(
-                f"{self._target.name!r} has merged values above {float8.LARGEST:g}, "
-                "which FP8 has not",
-                "leave --keep-fp8 out, and write --dtype bfloat16",
-            )
-        self._target.put(self._target.name, float8.encode(values).data, self._place)
-        self._place += count
+    @property
+    def form(self) -> Form:
+        return KEPT
 
 
 @dataclass(frozen=True, eq=False)
-class ActivationScale(Encoding):
+class ActivationScale(Tensor):
     """An activation scale of an FP8 module: of no use once its weights are not FP8."""
 
     merges: ClassVar[bool] = False
 
+    stored: Tensor
 
-def recognise_fp8(model: Checkpoint) -> None:
+    def read(self, start: int, count: int, known: Known | None = None) -> Array:
+        return self.stored.read(start, count)
+
+    def read_raw(self, start: int, size: int) -> Array:
+        return self.stored.read_raw(start, size)
+
+
+def recognise_fp8(model: Described) -> None:
     """Give the FP8 weights of a model that have scales their encoding, and hide the scales."""
     pairs = find_pairs(model.tensors)
     if not pairs:
@@ -234,7 +180,7 @@ def recognise_fp8(model: Checkpoint) -> None:
         del model.tensors[scale_name]
     for name, info in model.tensors.items():
         if is_activation_scale(name, pairs) or f".{name}".endswith(f".{MARKER}"):
-            model.tensors[name] = dataclasses.replace(info, encoding=ActivationScale())
+            model.tensors[name] = ActivationScale(info.dtype, info.shape, info, folder=info.folder)
 
 
 def is_activation_scale(name: str, weights: Mapping[str, str]) -> bool:
@@ -244,7 +190,7 @@ def is_activation_scale(name: str, weights: Mapping[str, str]) -> bool:
     )
 
 
-def find_pairs(tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
+def find_pairs(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """The FP8 weights of modules that are quantised in no other way, and the names of their
     scales.
     """
@@ -270,12 +216,12 @@ def read_unscaled(model: Checkpoint, base: Checkpoint, config: DareConfig) -> No
     for name, info in find_unscaled(model.tensors).items():
         mine = base.tensors.get(name)
         if config.keep_fp8 and model is base:
-            model.tensors[name] = dataclasses.replace(info, dtype="F32", encoding=Kept(info))
+            model.tensors[name] = Kept("F32", info.shape, info, folder=info.folder)
         elif config.dtype or (mine and mine.dtype not in float8.TYPES):
-            model.tensors[name] = dataclasses.replace(info, dtype="BF16", encoding=Unscaled(info))
+            model.tensors[name] = Unscaled("BF16", info.shape, info, folder=info.folder)
 
 
-def find_unscaled(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+def find_unscaled(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The FP8 tensors of a model that has FP8 matrices, and nothing that is quantised otherwise.
 
     Where others have scales, one without may have lost it.
@@ -284,11 +230,11 @@ def find_unscaled(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     if not any(len(info.shape) > 1 for info in stored.values()):
         return {}
     others = {name: info for name, info in tensors.items() if name not in stored}
-    is_read = any(info.encoding.kind for info in others.values())
+    is_read = any(info.kind for info in others.values())
     return {} if is_read or has_scales(tensors) or quantised_modules(others) else stored
 
 
-def has_scales(tensors: Mapping[str, TensorInfo]) -> bool:
+def has_scales(tensors: Mapping[str, Tensor]) -> bool:
     """Whether any tensor may be the scale of another: by its name, or because it lies beside an
     FP8 matrix and is no bias. Values without their scales would be merged as if they were right.
     """
@@ -306,8 +252,8 @@ def has_scales(tensors: Mapping[str, TensorInfo]) -> bool:
 
 
 def _make_tensor(
-    model: Checkpoint, name: str, scale_name: str, block: tuple[int, int], powers: bool
-) -> TensorInfo:
+    model: Described, name: str, scale_name: str, block: tuple[int, int], powers: bool
+) -> Tensor:
     stored = model.tensors[name]
     scale = model.tensors[scale_name]
     rows, width = stored.shape
@@ -329,8 +275,12 @@ def _make_tensor(
             f"{model.name!r}: a row of blocks of {name!r} has more than {MAX_GROUP:,} elements",
             "no model has such weights; get it from somewhere you trust",
         )
-    encoding = Fp8(stored, scale_name, scale, block, grid, powers)
-    return TensorInfo("F32", stored.shape, encoding=encoding)
+    return Fp8(
+        "F32", stored.shape, stored, scale_name, scale, block, grid, powers, folder=stored.folder
+    )
+
+
+# --- written again --------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -340,24 +290,60 @@ class PeakLook(Look):
     """
 
     merges = True
-    peak = 0
+    peak = 0.0
     changed = False
 
-    def __post_init__(self) -> None:
-        self.kernel = METHODS[self.settings.method].operation.name
+    def observe(self, chunk: Chunk, number: int, noted: Any) -> tuple[float, bool]:
+        peak, changed = noted or (0.0, False)
+        has_changed = (chunk.merged.astype(np.float32) != chunk.base).any()
+        return max(peak, chunk.peak), changed or bool(has_changed)
 
-    def add_chunk(self, start: int, count: int, buffers: Any) -> None:
-        merged = buffers.output.view(np.float32)[:count]
-        if (merged != buffers.base.view(np.float32)[:count]).any():
-            self.changed = True  # set only: another thread may have seen a change, too
+    def add(self, noted: tuple[float, bool]) -> None:
+        self.peak = max(self.peak, noted[0])
+        self.changed |= noted[1]
 
-    def add_job(self, start: int, stop: int, buffers: Any) -> None:
-        self.peak = max(self.peak, int(buffers.tensor["peak"][0]))  # patterns are ordered as values
+
+@dataclass(frozen=True)
+class Fp8Form(Form):
+    """FP8 with new scales, of the blocks that the base has."""
+
+    tensor: Fp8
+
+    rereads: ClassVar[bool] = False
 
     @property
-    def largest(self) -> np.float32:
-        pattern = np.array([self.peak], f"u{self.bits // 8}")
-        return np.float32(pattern.view(f"f{self.bits // 8}")[0])
+    def looks(self) -> tuple[type[Look], ...]:
+        return (PeakLook,) if self.tensor.whole else ()
+
+    def list_entries(self, name: str, entry: Entry) -> dict[str, Entry]:
+        scales = self.tensor.scales
+        return {
+            name: Entry(FP8, entry.shape),
+            self.tensor.scale_name: Entry(scales.dtype, scales.shape),
+        }
+
+    def find_step(self) -> int:
+        """Rows of blocks that are whole tiles, so that each job finds its scales alone."""
+        whole = self.tensor.whole
+        return TILE if whole else math.lcm(self.tensor.block[0] * self.tensor.width, TILE)
+
+    def count_group(self, chunk: int) -> int:
+        """Elements that are gathered before they are written: whole rows of blocks, a chunk if they
+        fit.
+        """
+        if self.tensor.whole:
+            return chunk
+        row = self.tensor.block[0] * self.tensor.width
+        return min(max(1, chunk // row) * row, self.tensor.count)
+
+    def count_held(self, chunk: int) -> int:
+        """Merged values that wait for their scales, and the base's, once more while they are
+        encoded.
+        """
+        return 24 * self.count_group(chunk)
+
+    def open_writer(self, target: Target, start: int, chunk: int, look: Look | None) -> Writer:
+        return Fp8Writer(self, target, start, chunk, look)
 
 
 class Fp8Writer(Writer):
@@ -368,26 +354,24 @@ class Fp8Writer(Writer):
     """
 
     def __init__(
-        self, encoding: Fp8, target: Target, start: int, chunk: int, look: Look | None
+        self, form: Fp8Form, target: Target, start: int, chunk: int, look: Look | None
     ) -> None:
         super().__init__(target, start)
-        self._encoding = encoding
+        self._tensor = form.tensor
         self._start = start
         self._look = look
-        group = encoding.count_group(target.info, chunk)
-        self._held = np.empty((2, group), np.float32)  # merged values, and the base's
+        self._held = np.empty((2, form.count_group(chunk)), np.float32)  # merged, and the base's
         self._count = 0
 
-    def add(self, merged: NDArray[np.uint8], base: NDArray[np.uint8], count: int) -> None:
+    def add(self, merged: Array, base: Array) -> None:
         done = 0
-        given = merged.view(np.float32)[:count], base.view(np.float32)[:count]
-        while done < count:
-            size = min(count - done, self._held.shape[1] - self._count)
-            for held, values in zip(self._held, given, strict=True):
+        while done < len(merged):
+            size = min(len(merged) - done, self._held.shape[1] - self._count)
+            for held, values in zip(self._held, (merged, base), strict=True):
                 held[self._count : self._count + size] = values[done : done + size]
             self._count += size
             done += size
-            is_last = self._start + self._count == self._target.info.count
+            is_last = self._start + self._count == self._tensor.count
             if is_last or self._count == self._held.shape[1]:
                 self.finish()
 
@@ -399,9 +383,9 @@ class Fp8Writer(Writer):
         start = self._start
         self._start += count
         self._count = 0
-        whole = self._encoding.whole
-        width = count if whole else self._target.info.width
-        block = (1, count) if whole else self._encoding.block
+        whole = self._tensor.whole
+        width = count if whole else self._tensor.width
+        block = (1, count) if whole else self._tensor.block
         merged, base = self._held[:, :count].reshape(2, -1, width)
         changed, divisors = self._write_scales(merged, base, 0 if whole else start // width, block)
         made: Array = np.empty(merged.shape, np.uint8)
@@ -411,8 +395,7 @@ class Fp8Writer(Writer):
                     merged[rows] /= factors
             made = float8.encode(merged)
         if not changed.all():
-            stored = np.empty(merged.shape, np.uint8)
-            self._target.model.read_bytes(stored.reshape(-1).data, self._encoding.stored, start)
+            stored = self._tensor.stored.read_raw(start, count).reshape(merged.shape)
             for rows, has_changed in float8.spread(changed, block, 0, len(merged), width):
                 np.copyto(made[rows], stored[rows], where=~has_changed)
         self._target.put(self._target.name, made.reshape(-1).data, start)
@@ -421,21 +404,50 @@ class Fp8Writer(Writer):
         self, merged: Array, base: Array, row: int, block: tuple[int, int]
     ) -> tuple[Array, Array]:
         """Which blocks have changed, and what each is to be divided by; the scales are written."""
-        encoding = self._encoding
-        dtype = encoding.scales.dtype
+        tensor = self._tensor
+        dtype = tensor.scales.dtype
         if isinstance(self._look, PeakLook):
             changed = np.array([[self._look.changed]])
-            peaks = np.array([[self._look.largest]])
+            peaks = np.array([[self._look.peak]], np.float32)
         else:
             changed = float8.reduce_blocks(np.logical_or, merged != base, block)
             peaks = float8.reduce_blocks(np.maximum, np.abs(merged), block)
-        old = encoding.read_scales(self._target.model, row, len(merged))
-        old = old.view(FORMATS[dtype].raw).reshape(changed.shape)
+        old = tensor.read_scales(row, len(merged))
         wanted = np.maximum(peaks / np.float32(float8.LARGEST), np.float32(float8.SMALLEST_SCALE))
-        if encoding.powers:  # the next one up, as the base's are
+        if tensor.powers:  # the next one up, as the base's are
             fractions, exponents = np.frexp(wanted)
             wanted = np.ldexp(np.float32(1), exponents - (fractions == 0.5))
-        raw = np.where(changed & (peaks > 0), plain.encode(wanted, dtype), old)
-        place = row // encoding.block[0] * raw.itemsize * encoding.grid[1]
-        self._target.put(encoding.scale_name, raw.reshape(-1).view(np.uint8).data, place)
-        return changed, widen(raw.reshape(-1), dtype).reshape(raw.shape)
+        raw = encode(np.where(changed & (peaks > 0), wanted, old).reshape(-1), dtype)
+        place = row // tensor.block[0] * raw.itemsize * tensor.grid[1]
+        self._target.put(tensor.scale_name, raw.view(np.uint8).data, place)
+        return changed, decode(raw, dtype).reshape(peaks.shape)
+
+
+class KeptForm(Form):
+    """FP8 without scales."""
+
+    def list_entries(self, name: str, entry: Entry) -> dict[str, Entry]:
+        return {name: Entry(FP8, entry.shape)}
+
+    def open_writer(self, target: Target, start: int, chunk: int, look: Look | None) -> Writer:
+        return KeptWriter(target, start)
+
+
+KEPT: Final = KeptForm()
+
+
+class KeptWriter(Writer):
+    def __init__(self, target: Target, start: int) -> None:
+        super().__init__(target, start)
+        self._place = start
+
+    def add(self, merged: Array, base: Array) -> None:
+        merged = merged.astype(np.float32, copy=False)
+        if (np.abs(merged) > float8.LARGEST).any():
+            raise DareError(
+                f"{self._target.name!r} has merged values above {float8.LARGEST:g}, "
+                "which FP8 has not",
+                "leave --keep-fp8 out, and write --dtype bfloat16",
+            )
+        self._target.put(self._target.name, float8.encode(merged).data, self._place)
+        self._place += len(merged)

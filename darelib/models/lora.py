@@ -18,17 +18,18 @@ from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
-from darelib.core.formats import FORMATS, STORED_BITS, widen
+from darelib.arithmetic.chunks import add_product
+from darelib.core.formats import FORMATS
 from darelib.core.text import DareError, count_of
 from darelib.core.tuning import TUNING
-from darelib.kernels import Kernel, KernelSpec, fallback
 from darelib.models.checkpoint import EMBEDDINGS, HEADS, QUANTISE_HINT, Checkpoint
 from darelib.models.directories import Layout
-from darelib.models.encodings import Derived, FactorPair, Input, TensorInfo, drop_ones
 from darelib.models.source import Source
+from darelib.models.tensor import FactorPair, Factors, Known, Tensor, drop_ones
 from darelib.models.tensorfile import AGAIN_HINT
+
+Array = Any
 
 UNLOAD_HINT: Final = (
     "merge it into its base with the program that made it (PEFT: merge_and_unload), and use the "
@@ -38,6 +39,7 @@ UNLOAD_HINT: Final = (
 Ways: TypeAlias = Mapping[str, set[bool]]
 # Elements at a time whose squares are added. The sums' last bits depend on it.
 SQUARED_ELEMENTS: Final = 1 << 16
+MATRICES_AT_ONCE: Final = 4  # of which as many elements are held as there is room for
 # How the name of a tensor ends that is a part of a LoRA. Between a letter and "weight" may stand
 # what PEFT calls the adapter.
 PART: Final = re.compile(
@@ -86,8 +88,6 @@ class LoraAdapter(Checkpoint):
             )
         super().__init__(source, layout)
         self.base = base
-        self._kept: dict[tuple[LowRank, int], NDArray[Any]] = {}
-        self._keeping = threading.Lock()
         try:
             changes = self._find_changes(base)
         except BaseException:
@@ -97,7 +97,7 @@ class LoraAdapter(Checkpoint):
         self.unused = tuple(name for name in changes if name not in base.tensors)
         self._describe(base)
 
-    def _find_changes(self, base: Checkpoint) -> dict[str, TensorInfo]:
+    def _find_changes(self, base: Checkpoint) -> dict[str, Tensor]:
         """The changed tensors by the base's names, and those that the base lacks by other names."""
         raise NotImplementedError
 
@@ -108,11 +108,8 @@ class LoraAdapter(Checkpoint):
 
     def _describe(self, base: Checkpoint) -> None:
         """Set what others ask about this kind of input."""
-        known = [(info, info.encoding.product) for info in self.tensors.values()]
+        known = [(info, info.product) for info in self.tensors.values()]
         pairs = [(info, product) for info, product in known if product]
-        self.specs = frozenset(find_spec(info) for info, _ in pairs)
-        # Until there are faster kernels: some values are read before a merge begins.
-        self.prepare(fallback.load_kernels(self.specs), 1)
         # All of the right matrix is held to read a product.
         sizes = (FORMATS[info.dtype].itemsize * product.right.count for info, product in pairs)
         self.held_bytes = max(sizes, default=0)
@@ -124,7 +121,7 @@ class LoraAdapter(Checkpoint):
         whole = [
             name
             for name, info in self.tensors.items()
-            if name.endswith(EMBEDDINGS) and not info.encoding.product
+            if name.endswith(EMBEDDINGS) and not info.product
         ]
         if whole and not any(name.endswith(HEADS) for name in base.tensors):
             self.warnings += (
@@ -132,96 +129,106 @@ class LoraAdapter(Checkpoint):
                 "too: both change, where PEFT would leave the head as it was",
             )
 
-    def prepare(self, kernels: Mapping[KernelSpec, Kernel], inputs: int) -> None:
-        self.kernels = kernels
-        self.room = TUNING.expand_elements // inputs
+    def close(self) -> None:
+        MATRICES.forget(self)
+        super().close()
 
-    def keep(self, key: tuple[LowRank, int], read: Callable[[], NDArray[Any]]) -> NDArray[Any]:
-        """A matrix, read once and kept for a while: the next chunks, in any thread, need it too."""
-        with self._keeping:
+
+class MatrixCache:
+    """Matrices of adapters, read once and kept for a while: the next chunks, in any thread, need
+    them too.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[LowRank, int], Array] = {}
+        self._lock = threading.Lock()
+
+    def find(self, key: tuple[LowRank, int], read: Callable[[], Array]) -> Array:
+        with self._lock:
             matrix = self._kept.get(key)
         if matrix is None:
             matrix = read()
-            with self._keeping:
+            with self._lock:
                 self._kept[key] = matrix
-                while sum(each.size for each in self._kept.values()) > self.room:
+                while sum(each.size for each in self._kept.values()) > TUNING.expand_elements:
                     del self._kept[next(iter(self._kept))]
         return matrix
 
+    def forget(self, adapter: LoraAdapter) -> None:
+        with self._lock:
+            for key in [key for key in self._kept if key[0].adapter is adapter]:
+                del self._kept[key]
 
-def find_spec(info: TensorInfo) -> KernelSpec:
-    """The kernel that multiplies the matrices of a product."""
-    return KernelSpec("expand", info.dtype, info.dtype, info.dtype)
+
+MATRICES: Final = MatrixCache()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class LowRank(Derived):
+class LowRank(Tensor):
     """The product of two matrices: a change, or added to the whole tensor that it changes."""
 
     product: FactorPair
     columns: int
     adapter: LoraAdapter = field(repr=False)
     # The tensor that it changes, where that was saved with it, or where DoRA needs its lengths.
-    whole: TensorInfo | None = None
-    whole_is_base: bool = False  # and not the adapter's
+    whole: Tensor | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    _factors: list[NDArray[Any]] = field(default_factory=list, repr=False)  # of DoRA, once found
+    _factors: list[Array] = field(default_factory=list, repr=False)  # of DoRA, once found
+
+    @property
+    def real(self) -> str:
+        return FORMATS[self.dtype].real
 
     @property
     def is_delta(self) -> bool:
         return self.whole is None
 
-    def stored_bytes(self, info: TensorInfo) -> int:
+    @property
+    def stored_bytes(self) -> int:
         parts = (self.product.left, self.product.right, self.whole, self.product.magnitudes)
         return sum(part.stored_bytes for part in parts if part)
 
-    def read(
-        self, model: Input, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
-    ) -> None:
-        if not count:
-            return
-        made = into.view(FORMATS[info.dtype].real)
-        self._expand(info, start, made)
-        if self.product.magnitudes is not None:
-            made *= self._spread_factors(info, start, count)
+    def read(self, start: int, count: int, known: Known | None = None) -> Array:
+        made = self._expand(start, count, known)
+        if count and self.product.magnitudes is not None:
+            made *= self._spread_factors(start, count)
+        return made
 
-    def read_factors(self, info: TensorInfo) -> tuple[NDArray[Any], NDArray[Any]] | None:
+    def read_factors(self) -> Factors | None:
         if self.whole:
             return None
         product = self.product
-        rows = slice(0, info.count // self.columns)
+        rows = slice(0, self.count // self.columns)
         ranks = slice(0, product.rank)
-        left = self._read_matrix(product.left, rows, ranks, info)
-        right = self._read_matrix(product.right, ranks, slice(0, self.columns), info)
+        left = self._read_matrix(product.left, rows, ranks)
+        right = self._read_matrix(product.right, ranks, slice(0, self.columns))
         return left.astype(np.float64) * product.scale, right.astype(np.float64)
 
-    def _expand(self, info: TensorInfo, start: int, made: NDArray[Any]) -> None:
-        """Fill made with elements of a product, by as many ranks at a time as there is room for."""
-        adapter = self.adapter
+    def _expand(self, start: int, count: int, known: Known | None = None) -> Array:
+        """Elements of the product, by as many ranks at a time as there is room for."""
+        made = np.zeros(count, self.real)
         product = self.product
-        kernel = adapter.kernels[find_spec(info)]
-        rows = slice(start // self.columns, -(-(start + len(made)) // self.columns))
+        rows = slice(start // self.columns, -(-(start + count) // self.columns))
         columns = slice(0, self.columns)
-        step = max(1, adapter.room // max(self.columns, rows.stop - rows.start))
+        room = TUNING.expand_elements // MATRICES_AT_ONCE
+        step = max(1, room // max(self.columns, rows.stop - rows.start))
         for k in range(0, product.rank, step):
             ranks = slice(k, min(k + step, product.rank))
-            left = self._read_matrix(product.left, rows, ranks, info)
-            read_right = partial(self._read_matrix, product.right, ranks, columns, info)
-            right = adapter.keep((self, k), read_right)
-            kernel(left, right, made, start % self.columns, k)
+            left = self._read_matrix(product.left, rows, ranks)
+            read_right = partial(self._read_matrix, product.right, ranks, columns)
+            add_product(left, MATRICES.find((self, k), read_right), made, start % self.columns)
         with np.errstate(over="ignore"):  # the merge finds what is out of range, and says where
             made *= made.dtype.type(product.scale)
         if self.whole is not None:
-            raw = np.empty(made.size * STORED_BITS[self.whole.dtype] // 8, np.uint8)
-            model = adapter.base if self.whole_is_base else adapter
-            model.read(self.whole, start, made.size, raw)
-            made += widen(raw, self.whole.dtype)
+            is_known = known and known.tensor is self.whole and len(known.values) == count
+            made += known.values if known and is_known else self.whole.read(start, count)
+        return made
 
-    def _spread_factors(self, info: TensorInfo, start: int, count: int) -> NDArray[Any]:
+    def _spread_factors(self, start: int, count: int) -> Array:
         """For each element, the factor that gives its output its magnitude."""
         with self._lock:  # the first thread that needs them finds them
             if not self._factors:
-                self._factors.append(self._find_factors(info))
+                self._factors.append(self._find_factors())
         [factors] = self._factors
         rows = slice(start // self.columns, -(-(start + count) // self.columns))
         if self.product.transposed:
@@ -230,31 +237,26 @@ class LowRank(Derived):
             spread = np.repeat(factors[rows], self.columns)
         return spread[start % self.columns :][:count]
 
-    def _find_factors(self, info: TensorInfo) -> NDArray[Any]:
+    def _find_factors(self) -> Array:
         """For each output, its magnitude divided by its length, which is found by some whole rows
         at a time. An output is a row; of a transposed tensor, a column.
         """
         magnitudes = self.product.magnitudes
         assert magnitudes is not None
-        raw = np.empty(magnitudes.nbytes, np.uint8)
-        self.adapter.read_bytes(raw.data, magnitudes, 0)
         squares = np.zeros(magnitudes.count)
         step = max(1, SQUARED_ELEMENTS // self.columns) * self.columns
-        for start, stop in pairwise([*range(0, info.count, step), info.count]):
-            made = np.empty(stop - start, FORMATS[info.dtype].real)
-            self._expand(info, start, made)
+        for start, stop in pairwise([*range(0, self.count, step), self.count]):
+            made = self._expand(start, stop - start)
             squared = np.square(made.reshape(-1, self.columns), dtype=np.float64)
             if self.product.transposed:
                 squares += squared.sum(axis=0)
             else:
                 squares[start // self.columns : stop // self.columns] = squared.sum(axis=1)
         with np.errstate(all="ignore"):  # the merge finds what is not finite, and says where
-            factors = widen(raw, magnitudes.dtype) / np.sqrt(squares)
-            return factors.astype(FORMATS[info.dtype].real)
+            factors = magnitudes.read(0, magnitudes.count) / np.sqrt(squares)
+            return factors.astype(self.real)
 
-    def _read_matrix(
-        self, stored: TensorInfo, rows: slice, columns: slice, info: TensorInfo
-    ) -> NDArray[Any]:
+    def _read_matrix(self, stored: Tensor, rows: slice, columns: slice) -> Array:
         """A part of one of the two matrices, in the type that it is multiplied in.
 
         Of more than two dimensions, all after the first are its columns.
@@ -262,17 +264,14 @@ class LowRank(Derived):
         if self.product.transposed:
             rows, columns = columns, rows
         width = stored.count // stored.shape[0]
-        height = rows.stop - rows.start
-        wanted = columns.stop - columns.start
-        item = FORMATS[stored.dtype].itemsize
-        raw = np.empty((height, wanted * item), np.uint8)
-        reads = raw.reshape(1, -1) if wanted == width else raw  # whole rows are one read
-        for row, part in enumerate(reads, rows.start):
-            self.adapter.read_bytes(part.data, stored, (row * width + columns.start) * item)
-        values = widen(raw.reshape(-1), stored.dtype).reshape(height, wanted)
-        return np.ascontiguousarray(
-            values.T if self.product.transposed else values, FORMATS[info.dtype].real
-        )
+        count = columns.stop - columns.start
+        if count == width:  # whole rows are one read
+            values = stored.read(rows.start * width, (rows.stop - rows.start) * width)
+        else:
+            starts = range(rows.start * width + columns.start, rows.stop * width, width)
+            values = np.concatenate([stored.read(start, count) for start in starts])
+        matrix = values.reshape(-1, count)
+        return np.ascontiguousarray(matrix.T if self.product.transposed else matrix, self.real)
 
 
 # --- the matrices, by all names that they have --------------------------------------------------
@@ -282,20 +281,20 @@ class Pair(NamedTuple):
     """The matrices of one module, and what goes with them."""
 
     title: str  # the module and the adapter, in words
-    a: TensorInfo
-    b: TensorInfo
+    a: Tensor
+    b: Tensor
     is_embedding: bool
-    alpha: TensorInfo | None
-    magnitudes: TensorInfo | None  # of DoRA, one for each output
+    alpha: Tensor | None
+    magnitudes: Tensor | None  # of DoRA, one for each output
 
     @property
     def rank(self) -> int:
         return self.a.shape[0]
 
 
-def sort_parts(tensors: Mapping[str, TensorInfo], adapter: str) -> dict[str, dict[str, TensorInfo]]:
+def sort_parts(tensors: Mapping[str, Tensor], adapter: str) -> dict[str, dict[str, Tensor]]:
     """What an adapter has of each module; all that is not of a plain LoRA or DoRA is refused."""
-    modules = defaultdict[str, dict[str, TensorInfo]](dict)
+    modules = defaultdict[str, dict[str, Tensor]](dict)
     for name, info in tensors.items():
         module, part = read_name(name, adapter)
         if info.dtype not in FORMATS and not (part == ALPHA and info.dtype in INTEGER_ALPHAS):
@@ -325,7 +324,7 @@ def read_name(name: str, adapter: str) -> tuple[str, str]:
     return plain[: found.start()], KOHYA_PARTS.get(part, part)
 
 
-def make_pair(module: str, parts: Mapping[str, TensorInfo], adapter: str) -> Pair:
+def make_pair(module: str, parts: Mapping[str, Tensor], adapter: str) -> Pair:
     title = f"{module!r} of the adapter {adapter!r}"
     is_embedding = "embedding_A" in parts
     letters = ("embedding_A", "embedding_B") if is_embedding else ("A", "B")
@@ -355,11 +354,11 @@ def make_pair(module: str, parts: Mapping[str, TensorInfo], adapter: str) -> Pai
 def make_product(
     adapter: LoraAdapter,
     pair: Pair,
-    base: TensorInfo,
+    base: Tensor,
     scale: float,
     is_turned: bool,
-    whole: TensorInfo | None = None,
-) -> TensorInfo:
+    whole: Tensor | None = None,
+) -> Tensor:
     """What a pair makes of a tensor of the base, or of the whole one that was saved with it.
 
     is_turned: whether a shape of inputs x outputs in the base is that, not another model's.
@@ -385,21 +384,20 @@ def make_product(
             )
         whole = base
     left, right = (pair.a, pair.b) if transposed else (pair.b, pair.a)
-    encoding = LowRank(
+    return LowRank(
+        "F64" if base.dtype == "F64" else "F32",
+        base.shape if fits else shape,
         product=FactorPair(left, right, pair.rank, transposed, scale, pair.magnitudes),
         columns=right.count // pair.rank,
         adapter=adapter,
         whole=whole,
-        whole_is_base=whole is base,
     )
-    dtype = "F64" if base.dtype == "F64" else "F32"
-    return TensorInfo(dtype, base.shape if fits else shape, encoding=encoding)
 
 
 # --- which way matrices are stored ---------------------------------------------------------------
 
 
-def find_ways(tensors: Mapping[str, TensorInfo]) -> Ways:
+def find_ways(tensors: Mapping[str, Tensor]) -> Ways:
     """By module: whether the matrices in it are stored as inputs x outputs, as biases show.
 
     A bias has a value for each output; of a square matrix, that shows nothing.

@@ -13,7 +13,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from darelib.core.formats import widen
 from darelib.core.text import DareError, list_names
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.directories import ADAPTER_CONFIG, PIPELINE_FILE, Layout, find_weights
@@ -32,7 +31,8 @@ from darelib.models.lora import (
 )
 from darelib.models.peft import LoraConfig, match_names, read_settings
 from darelib.models.source import Source
-from darelib.models.tensorfile import AGAIN_HINT, TensorInfo, peek_header
+from darelib.models.tensor import Tensor
+from darelib.models.tensorfile import AGAIN_HINT, peek_header
 
 FOLDER_FILE: Final = "pytorch_lora_weights.safetensors"  # as diffusers saves it
 # What may stand before the names of each part of a pipeline, in models and in LoRA files; nothing,
@@ -107,7 +107,7 @@ def find_lora_file(source: Source) -> Layout | None:
 class LoraFile(LoraAdapter):
     keeps_metadata = True
 
-    def _find_changes(self, base: Checkpoint) -> dict[str, TensorInfo]:
+    def _find_changes(self, base: Checkpoint) -> dict[str, Tensor]:
         modules = sort_parts(self.tensors, self.name)
         self._configs = self._read_configs(modules)
         targets = self._find_targets(modules, base)
@@ -117,7 +117,7 @@ class LoraFile(LoraAdapter):
                 "alpha = r is assumed",
             )
         names = {id(info): name for name, info in self.tensors.items()}
-        changes: dict[str, TensorInfo] = {}
+        changes: dict[str, Tensor] = {}
         for module, parts in modules.items():
             target = targets.get(module)
             if target is None:
@@ -206,11 +206,11 @@ class LoraFile(LoraAdapter):
             component, name = _split_module(module)
             config = self._configs.get(component)
             return config.find_scale(name, pair) if config else 1.0
-        raw = np.empty(info.nbytes if info.count == 1 else 0, np.uint8)
-        self.read_bytes(raw.data, info, 0)
         integer = INTEGER_ALPHAS.get(info.dtype)
-        values = raw.view(integer) if integer else widen(raw, info.dtype)
-        if not values.size or not np.isfinite(values[0]):
+        count = min(info.count, 1)
+        raw = info.read_raw(0, info.nbytes if integer and count else 0)
+        values = raw.view(integer) if integer else info.read(0, count)
+        if info.count != 1 or not np.isfinite(values[0]):
             raise DareError(f"the alpha of {pair.title} is not a finite number", AGAIN_HINT)
         return float(values[0]) / pair.rank
 

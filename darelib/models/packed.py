@@ -14,17 +14,19 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from darelib.arithmetic.chunks import put_kept
+from darelib.arithmetic.definition import draw_mask
 from darelib.config import is_count
 from darelib.core.formats import FORMATS
 from darelib.core.mask import MASK_NAME, TILE, keep_threshold, mask_key
 from darelib.core.text import DareError
-from darelib.kernels import Kernel, KernelSpec, fallback
-from darelib.kernels.plain import decode, draw_mask
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.directories import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Layout
-from darelib.models.encodings import Derived, Input, TensorInfo
 from darelib.models.source import Source
+from darelib.models.tensor import Known, Tensor
 from darelib.models.tensorfile import AGAIN_HINT, peek_header
+
+Array = Any
 
 PACKED_KEY: Final = "dare_packed"  # in the metadata of a file
 PACKED_FILE: Final = "packed.safetensors"  # in a model directory
@@ -57,33 +59,26 @@ class Scratch(threading.local):
     end = 0  # the element that its last read ended at
     used = 0  # the entries before that
 
-    def __init__(self) -> None:
-        # For the widest type: what is not used takes no memory, and new room for each block would
-        # be asked of the system each time.
-        self.room = np.empty(8 * COUNTED_BLOCK, np.uint8)
-
 
 class LastDigest(threading.local):
     """The last part of a base that a thread has digested: several models may be packed against it,
     and want the same.
     """
 
-    info: TensorInfo | None = None
+    base: Tensor | None = None
     place = (0, 0)  # the first element of the part, and the one after its last
     digest = xxhash.xxh3_64()  # of the block up to there
 
-    def follow(
-        self, model: Input, info: TensorInfo, begin: int, start: int, part: NDArray[Any]
-    ) -> int:
-        """The digest of a block of the base from its beginning. part: its values from start on."""
-        place = (start, start + len(part))
-        if self.place != place or self.info is not info:
+    def follow(self, base: Tensor, begin: int, start: int, stop: int) -> int:
+        """The digest of a block of the base from its beginning up to an element."""
+        if self.place != (start, stop) or self.base is not base:
             # At a beginning, or where somebody else has read what comes before.
-            if start == begin or self.place[1] != start or self.info is not info:
-                self.digest = digest_values(model, info, begin, start)
-            self.info = info
-            self.place = place
-            self.digest.update(part.data)
+            if start == begin or self.place[1] != start or self.base is not base:
+                self.digest = xxhash.xxh3_64()
+                add_values(self.digest, base, begin, start)
+            self.base = base
+            self.place = (start, stop)
+            add_values(self.digest, base, start, stop)
         return self.digest.intdigest()
 
 
@@ -118,14 +113,11 @@ class PackedModel(Checkpoint):
             self.close()
             raise
         self.tensors |= packed
-        self.specs = frozenset(find_spec(tensor.dtype) for tensor in packed.values())
-        # Until there are faster kernels: some values are read before a merge begins.
-        self.prepare(fallback.load_kernels(self.specs), 1)
-        rates = sorted({tensor.encoding.drop_rate for tensor in packed.values()})
+        rates = sorted({tensor.drop_rate for tensor in packed.values()})
         span = " to ".join(f"{rate:g}" for rate in dict.fromkeys(rates[:1] + rates[-1:]))
         self.note = f"packed at drop rate {span}, seed {self.seed}" if packed else "packed"
 
-    def _read_table(self, table: dict[str, Any]) -> dict[str, TensorInfo]:
+    def _read_table(self, table: dict[str, Any]) -> dict[str, Tensor]:
         version = table["version"]
         mask = table["mask"]
         if (version, mask) != (VERSION, MASK_NAME):
@@ -155,7 +147,7 @@ class PackedModel(Checkpoint):
         tied = {"tie_word_embeddings": self._tied} if isinstance(self._tied, bool) else {}
         return super().config | tied
 
-    def _read_entry(self, name: str, entry: Mapping[str, Any]) -> TensorInfo:
+    def _read_entry(self, name: str, entry: Mapping[str, Any]) -> Tensor:
         """One tensor. All that reading relies on is checked: such files may come from anywhere."""
         stored = self.tensors[name]
         base = self.base.tensors[name]
@@ -183,7 +175,9 @@ class PackedModel(Checkpoint):
                 raise ValueError(f"see its {what} of {name!r}")
         types = {stored.dtype, base.dtype}
         wide = "F64" if "F64" in types else "F32"
-        encoding = Packed(
+        return Packed(
+            stored.dtype if len(types) == 1 else wide,
+            base.shape,
             drop_rate=rate,
             share=counts[-1] / base.count if base.count else 1.0,
             base=base,
@@ -193,62 +187,41 @@ class PackedModel(Checkpoint):
             digests=digests,
             owner=self,
         )
-        dtype = stored.dtype if len(types) == 1 else wide
-        return TensorInfo(dtype, base.shape, encoding=encoding)
-
-    def prepare(self, kernels: Mapping[KernelSpec, Kernel], inputs: int) -> None:
-        self.kernels = kernels
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Packed(Derived):
+class Packed(Tensor):
     """A tensor that is the base's, but for the entries that a mask keeps, which are stored."""
 
-    base: TensorInfo
+    drop_rate: float
+    share: float
+    base: Tensor
     mask_name: str
-    stored: TensorInfo  # the entries, one after the other
+    stored: Tensor  # the entries, one after the other
     counts: tuple[int, ...]  # the entries before each block, and all of them
     digests: tuple[int, ...]  # of the base's blocks; none in files of earlier versions
     owner: PackedModel = field(repr=False)
 
-    def stored_bytes(self, info: TensorInfo) -> int:
+    @property
+    def stored_bytes(self) -> int:
         return self.stored.nbytes
 
-    def read(
-        self, model: Input, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
-    ) -> None:
+    def read(self, start: int, count: int, known: Known | None = None) -> Array:
         skipped = start % TILE
         if skipped:  # masks are drawn by whole tiles
-            whole = np.empty((skipped + count) * FORMATS[info.dtype].itemsize, np.uint8)
-            self.read(model, info, start - skipped, skipped + count, whole)
-            into[:] = whole[-len(into) :]
-            return
-        base = np.empty(count * FORMATS[self.base.dtype].itemsize, np.uint8)
-        self.owner.base.read(self.base, start, count, base)
-        self.read_over(model, info, start, count, into, base)
-
-    def read_over(
-        self,
-        model: Input,
-        info: TensorInfo,
-        start: int,
-        count: int,
-        into: NDArray[np.uint8],
-        base: NDArray[np.uint8],
-    ) -> None:
-        if start % TILE:
-            self.read(model, info, start, count, into)
-            return
-        values = into.view(FORMATS[info.dtype].raw)
-        given = base.view(FORMATS[self.base.dtype].raw)
-        known = convert(given, self.base.dtype, info.dtype)
+            return self.read(start - skipped, skipped + count)[skipped:]
+        is_known = known and known.tensor is self.base and len(known.values) == count
+        base = known.values if known and is_known else self.base.read(start, count)
+        values = np.empty(count, np.float64 if self.dtype == "F64" else np.float32)
+        base = base.astype(values.dtype, copy=False)
         for begin in range(start - start % COUNTED_BLOCK, start + count, COUNTED_BLOCK):
             first = max(begin, start)
             part = slice(first - start, begin + COUNTED_BLOCK - start)
-            self._compare_base(info, begin, first, given[part])
-            self._fill(info, first, known[part], values[part])
+            self._compare_base(begin, first, first + len(values[part]))
+            self._fill(first, base[part], values[part])
+        return values
 
-    def _fill(self, info: TensorInfo, start: int, base: NDArray[Any], values: NDArray[Any]) -> None:
+    def _fill(self, start: int, base: Array, values: Array) -> None:
         """Make values of a block, or a part of one, of the base's and of the entries."""
         owner = self.owner
         scratch = owner.scratch
@@ -257,10 +230,8 @@ class Packed(Derived):
         block, skipped = divmod(start, COUNTED_BLOCK)
         if scratch.block != (self, block):
             before, after = self.counts[block : block + 2]
-            stored = self.stored.dtype
-            raw = scratch.room[: (after - before) * FORMATS[stored].itemsize]
-            owner.read(self.stored, before, after - before, raw)
-            scratch.entries = convert(raw.view(FORMATS[stored].raw), stored, info.dtype)
+            entries = self.stored.read(before, after - before)
+            scratch.entries = entries.astype(values.dtype, copy=False)
             scratch.block = self, block
             scratch.end = start - skipped
             scratch.used = 0
@@ -268,51 +239,33 @@ class Packed(Derived):
             mask = draw_mask(key, threshold, start - skipped, skipped)
             scratch.used = int(np.count_nonzero(mask))
         entries = scratch.entries[scratch.used :]
-        unpack = owner.kernels[find_spec(info.dtype)]
-        kept = unpack(base, entries, values, key, threshold, start // TILE)
+        kept = put_kept(base, entries, *key, threshold, start // TILE, values)
         scratch.end = start + len(values)
         scratch.used += kept
-        is_end = scratch.end % COUNTED_BLOCK == 0 or scratch.end == info.count
+        is_end = scratch.end % COUNTED_BLOCK == 0 or scratch.end == self.count
         if kept > len(entries) or (is_end and kept != len(entries)):
             raise DareError(
                 f"{owner.name!r} does not hold the entries that its mask keeps", AGAIN_HINT
             )
 
-    def _compare_base(self, info: TensorInfo, begin: int, start: int, part: NDArray[Any]) -> None:
+    def _compare_base(self, begin: int, start: int, stop: int) -> None:
         """Refuse other values of the base than it was packed against, once a block is complete."""
         if not self.digests:
             return
         owner = self.owner
-        found = LAST.follow(owner.base, self.base, begin, start, part)
-        is_end = start + len(part) in (begin + COUNTED_BLOCK, info.count)
-        if is_end and found != self.digests[begin // COUNTED_BLOCK]:
-            name = next(name for name, each in owner.tensors.items() if each is info)
+        digest = LAST.follow(self.base, begin, start, stop)
+        is_end = stop in (begin + COUNTED_BLOCK, self.count)
+        if is_end and digest != self.digests[begin // COUNTED_BLOCK]:
+            name = next(name for name, each in owner.tensors.items() if each is self)
             raise DareError(
                 f"{owner.name!r} was packed against another base than {owner.base.name!r}: "
-                f"tensor {name!r} differs at {info.place_of(begin)} or after it",
+                f"tensor {name!r} differs at {self.place_of(begin)} or after it",
                 BASE_HINT,
             )
 
 
-def find_spec(dtype: str) -> KernelSpec:
-    return KernelSpec("unpack", dtype, dtype, dtype)
-
-
-def digest_values(model: Input, info: TensorInfo, start: int, stop: int) -> xxhash.xxh3_64:
-    """What tells a block, or the beginning of one, from another: it is fast, and no secret."""
-    itemsize = FORMATS[info.dtype].itemsize
-    room = np.empty(min(DIGESTED_BYTES, (stop - start) * itemsize), np.uint8)
-    digest = xxhash.xxh3_64()
-    for first in range(start, stop, DIGESTED_BYTES // itemsize):
-        part = room[: (stop - first) * itemsize]
-        model.read(info, first, len(part) // itemsize, part)
-        digest.update(part.data)
-    return digest
-
-
-def convert(raw: NDArray[Any], dtype: str, wanted: str) -> NDArray[Any]:
-    """Stored values in a type that has all of them, as they would be stored in that."""
-    if dtype == wanted:
-        return raw
-    with np.errstate(all="ignore"):  # what is not finite is found in the result
-        return decode(raw, dtype, wanted).view(FORMATS[wanted].raw)
+def add_values(digest: xxhash.xxh3_64, tensor: Tensor, start: int, stop: int) -> None:
+    """What tells one block from another: it is fast, and no secret."""
+    item = FORMATS[tensor.dtype].itemsize
+    for first in range(start * item, stop * item, DIGESTED_BYTES):
+        digest.update(tensor.read_raw(first, min(DIGESTED_BYTES, stop * item - first)).data)

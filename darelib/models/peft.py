@@ -39,11 +39,11 @@ from darelib.models.lora import (
     sort_parts,
 )
 from darelib.models.source import Source
+from darelib.models.tensor import Tensor
 from darelib.models.tensorfile import (
     AGAIN_HINT,
     CHANGED_HINT,
     MAX_NAME,
-    TensorInfo,
     file_sha256,
     read_json,
 )
@@ -238,11 +238,11 @@ def find_adapter(source: Source) -> Layout | None:
 
 
 def sort_keys(
-    tensors: Mapping[str, TensorInfo], adapter: str
-) -> tuple[dict[str, Pair], dict[str, TensorInfo]]:
+    tensors: Mapping[str, Tensor], adapter: str
+) -> tuple[dict[str, Pair], dict[str, Tensor]]:
     """The pairs of matrices by module, and the tensors that are stored whole."""
-    own: dict[str, TensorInfo] = {}
-    whole: dict[str, TensorInfo] = {}
+    own: dict[str, Tensor] = {}
+    whole: dict[str, Tensor] = {}
     for name, info in tensors.items():
         key = name.removeprefix(PREFIX)
         if "lora_" in key or "trainable_tokens" in key:
@@ -322,7 +322,7 @@ def last_part(name: str) -> str:
 class PeftAdapter(LoraAdapter):
     """A LoRA adapter of PEFT, open for reading: its configuration is a file of its own."""
 
-    def _find_changes(self, base: Checkpoint) -> dict[str, TensorInfo]:
+    def _find_changes(self, base: Checkpoint) -> dict[str, Tensor]:
         self._config_path = self.files[0].path.with_name(ADAPTER_CONFIG)
         table = read_json(self._config_path, part_name(self.source, self._config_path))
         self._config_sha256 = file_sha256(self._config_path)
@@ -409,7 +409,7 @@ def make_patterns(values: Mapping[str, float]) -> dict[str, float]:
     return {module.replace(".", r"\."): values[module] for module in longest}
 
 
-def match_names(targets: Sequence[str], base: Mapping[str, TensorInfo]) -> Callable[[str], str]:
+def match_names(targets: Sequence[str], base: Mapping[str, Tensor]) -> Callable[[str], str]:
     """How an adapter's names become the base's.
 
     Unchanged, without their first part, or with what the base has before them: checkpoints of a

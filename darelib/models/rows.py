@@ -9,11 +9,11 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from darelib.arithmetic.stored import round_to
 from darelib.core.formats import FORMATS
 from darelib.core.text import DareError, list_names
-from darelib.kernels.plain import decode, encode
 from darelib.models.checkpoint import EMBEDDINGS, HEADS, Checkpoint
-from darelib.models.encodings import Derived, Input, TensorInfo
+from darelib.models.tensor import Known, Tensor
 from darelib.models.vocabulary import (
     UNITE_HINT,
     Union,
@@ -25,7 +25,7 @@ from darelib.models.vocabulary import (
 )
 
 Values: TypeAlias = NDArray[Any]  # floats
-Fill: TypeAlias = Callable[[int, int, str], Values]  # makes up elements, by start, count and type
+Fill: TypeAlias = Callable[[int, int, str], Values]  # makes up elements: start, count, type
 
 # What has a row for each token.
 ROW_TENSORS: Final = (
@@ -40,66 +40,61 @@ MEAN_CHUNK: Final = 1 << 20  # elements that are read at once
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Rows(Derived):
+class Rows(Tensor):
     """The rows of a stored tensor in another order, some of them made up."""
 
-    stored: TensorInfo
-    width: int  # elements of a row
+    stored: Tensor
+    width_of_rows: int
     order: NDArray[np.int64] = dataclasses.field(repr=False)  # for each row, the stored one
-    # For rows that are not stored. It holds open models, so that no plan with it can be sent.
+    # For rows that are not stored.
     fill: Fill = dataclasses.field(repr=False)
 
     @property
     def is_delta(self) -> bool:
         return self.stored.is_delta
 
-    def stored_bytes(self, info: TensorInfo) -> int:
-        return self.stored.stored_bytes if self.is_delta else info.nbytes
+    @property
+    def stored_bytes(self) -> int:
+        return self.stored.stored_bytes if self.is_delta else self.nbytes
 
-    def read(
-        self, model: Input, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
-    ) -> None:
-        item = FORMATS[info.dtype].itemsize
-        real = choose_real(info, self.stored)
+    def read(self, start: int, count: int, known: Known | None = None) -> Values:
+        real = choose_real(self, self.stored)
+        values = np.empty(count, real)
+        is_exact = self.stored.dtype == self.dtype
         for first, last in self._find_runs(start, start + count):
-            part = into[(first - start) * item : (last - start) * item]
-            row = int(self.order[first // self.width])
-            place = row * self.width + first % self.width
-            if row != NO_ROW and self.stored.dtype == info.dtype:
-                model.read(self.stored, place, last - first, part)
-                continue
-            values = (
-                self.fill(first, last - first, real)
-                if row == NO_ROW
-                else read_values(model, self.stored, place, last - first, real)
-            )
-            part[:] = encode(values, info.dtype).view(np.uint8)
+            row = int(self.order[first // self.width_of_rows])
+            place = row * self.width_of_rows + first % self.width_of_rows
+            size = last - first
+            part = self.fill(first, size, real) if row == NO_ROW else self.stored.read(place, size)
+            if row == NO_ROW or not is_exact:
+                part = round_to(part, self.dtype)
+            values[first - start : last - start] = part
+        return values
 
     def _find_runs(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Ranges of elements that lie one after the other in the stored tensor, or are all to be
         made up.
         """
-        first = start // self.width
-        order = self.order[first : -(-stop // self.width)]
+        width = self.width_of_rows
+        first = start // width
+        order = self.order[first : -(-stop // width)]
         stored = order != NO_ROW
         follows = np.diff(order) == 1
         breaks = np.flatnonzero((stored[:-1] | stored[1:]) & ~(stored[:-1] & follows))
-        ends = [(first + 1 + int(k)) * self.width for k in breaks]
+        ends = [(first + 1 + int(k)) * width for k in breaks]
         yield from itertools.pairwise([start, *ends, stop])
 
 
-def choose_real(*infos: TensorInfo) -> str:
-    return "F64" if "F64" in [info.dtype for info in infos] else "F32"
-
-
-def read_values(model: Input, info: TensorInfo, start: int, count: int, real: str) -> Values:
-    raw = np.empty(count * FORMATS[info.dtype].itemsize, np.uint8)
-    model.read(info, start, count, raw)
-    return np.asarray(decode(raw, info.dtype, real))
+def choose_real(*tensors: Tensor) -> str:
+    return "f8" if "F64" in [tensor.dtype for tensor in tensors] else "f4"
 
 
 def make_zeros(_: int, count: int, real: str) -> Values:
-    return np.zeros(count, FORMATS[real].real)
+    return np.zeros(count, real)
+
+
+def read_as(tensor: Tensor, start: int, count: int, real: str) -> Values:
+    return tensor.read(start, count).astype(real, copy=False)
 
 
 def unite_tokens(
@@ -139,9 +134,9 @@ def unite_tokens(
     for name, info in dict(base.tensors).items():
         has_rows = name.endswith(ROW_TENSORS) and info.shape[:1] == (height,)
         if has_rows and info.dtype in FORMATS:
-            if info.encoding.kind:
+            if info.kind:
                 raise DareError(
-                    f"{name!r} of {base.name!r} is in {info.encoding.kind}, so that it cannot have "
+                    f"{name!r} of {base.name!r} is in {info.kind}, so that it cannot have "
                     "more rows",
                     "use --tokenizer base, or a base whose embedding and head are not quantised",
                 )
@@ -172,15 +167,14 @@ def check_alike(model: Checkpoint) -> None:
 class Padding:
     """Fills rows after the last token with the mean of a model's rows, as mergekit does."""
 
-    model: Checkpoint
-    tokens: TensorInfo  # the rows that have one
+    tokens: Tensor  # the rows that have one
     width: int
     fill: Fill  # of these
 
     def __call__(self, start: int, count: int, real: str) -> Values:
         before = min(max(self.tokens.count - start, 0), count)
         columns = np.arange(start + before, start + count) % self.width
-        padding = self.mean[columns].astype(FORMATS[real].real)
+        padding = self.mean[columns].astype(real)
         return np.concatenate([self.fill(start, before, real), padding]) if before else padding
 
     @cached_property
@@ -190,7 +184,7 @@ class Padding:
         step = max(1, MEAN_CHUNK // self.width) * self.width
         for start in range(0, self.tokens.count, step):
             count = min(step, self.tokens.count - start)
-            values = read_values(self.model, self.tokens, start, count, "F64")
+            values = read_as(self.tokens, start, count, "f8")
             total += values.reshape(-1, self.width).sum(0)
         return total / self.tokens.shape[0]
 
@@ -221,14 +215,16 @@ class Arrangement:
         # The rows from here on are padding.
         self.end = union.size if multiple else self.height
         self.width = self.info.count // self.info.shape[0]
-        self.givers: list[tuple[Checkpoint, Rows]] = []  # the models with rows for new tokens
+        self.givers: list[
+            tuple[Tensor, NDArray[np.int64]]
+        ] = []  # the models with rows for new tokens
         self.new = [n for n, token in union.tokens.items() if token not in union.base.ids]
         # A head may be tied.
         self.names = (name, embedding) if name.endswith(HEADS) else (name,)
 
     def arrange(self) -> None:
         order = self._find_rows(self.union.base, self.info, self.base.name)
-        self._replace(self.base, Rows(self.info, self.width, order, self._average), self.info.dtype)
+        self._replace(self.base, self.info, order, self._average, self.info.dtype)
         for model, vocabulary in zip(self.models, self.union.models, strict=True):
             stored = [model.tensors[name] for name in self.names if name in model.tensors]
             if stored:
@@ -240,13 +236,13 @@ class Arrangement:
                 "use --tokenizer base",
             )
 
-    def _find_givers(self, row: int) -> list[tuple[Checkpoint, Rows]]:
-        return [giver for giver in self.givers if giver[1].order[row] != NO_ROW]
+    def _find_givers(self, row: int) -> list[tuple[Tensor, NDArray[np.int64]]]:
+        return [giver for giver in self.givers if giver[1][row] != NO_ROW]
 
     def _arrange_model(
-        self, model: Checkpoint, theirs: TensorInfo, vocabulary: Vocabulary | None
+        self, model: Checkpoint, theirs: Tensor, vocabulary: Vocabulary | None
     ) -> None:
-        if theirs.encoding.mask_name is not None:
+        if theirs.mask_name is not None:
             raise DareError(
                 f"{model.name!r} is packed, so that its rows cannot be moved",
                 "give the model itself",
@@ -261,37 +257,39 @@ class Arrangement:
             )
         order = self._find_rows(vocabulary or self.union.base, theirs, model.name)
         if not theirs.is_delta:
-            self.givers.append((model, Rows(theirs, self.width, order.copy(), make_zeros)))
+            self.givers.append((theirs, order.copy()))
         # Where the base has what the models give, none of them differs from it.
         order[self.new] = NO_ROW
         united = self.base.tensors[self.name]
-        fill = make_zeros if theirs.is_delta else partial(read_values, self.base, united)
+        fill = make_zeros if theirs.is_delta else partial(read_as, united)
         exact = theirs.is_delta or theirs.dtype == self.info.dtype or NO_ROW not in order
-        dtype = theirs.dtype if exact else choose_real(theirs, self.info)
-        self._replace(model, Rows(theirs, self.width, order, fill), dtype)
+        wide = "F64" if "F64" in (theirs.dtype, self.info.dtype) else "F32"
+        self._replace(model, theirs, order, fill, theirs.dtype if exact else wide)
 
-    def _replace(self, model: Checkpoint, rows: Rows, dtype: str) -> None:
-        shape = (self.height, *rows.stored.shape[1:])
+    def _replace(
+        self, model: Checkpoint, stored: Tensor, order: NDArray[np.int64], fill: Fill, dtype: str
+    ) -> None:
+        shape = (self.height, *stored.shape[1:])
+        rows = Rows(dtype, shape, stored, self.width, order, fill, folder=stored.folder)
         if self.end < self.height:
-            tokens = TensorInfo(dtype, (self.end, *shape[1:]), encoding=rows)
-            fill = Padding(model, tokens, rows.width, rows.fill)
-            rows = dataclasses.replace(rows, fill=fill)
-        model.tensors[self.name] = TensorInfo(dtype, shape, encoding=rows)
+            tokens = dataclasses.replace(rows, shape=(self.end, *shape[1:]))
+            rows = dataclasses.replace(rows, fill=Padding(tokens, self.width, fill))
+        model.tensors[self.name] = rows
 
     def _average(self, start: int, count: int, real: str) -> Values:
-        made = np.zeros(count, FORMATS[real].real)
+        made = np.zeros(count, real)
         for row in range(start // self.width, -(-(start + count) // self.width)):
             first = max(start, row * self.width)
             last = min(start + count, (row + 1) * self.width)
             part = made[first - start : last - start]
             givers = self._find_givers(row)
-            for model, rows in givers:
-                place = int(rows.order[row]) * self.width + first % self.width
-                part += read_values(model, rows.stored, place, last - first, real)
+            for stored, order in givers:
+                place = int(order[row]) * self.width + first % self.width
+                part += stored.read(place, last - first)
             part /= len(givers)
         return made
 
-    def _find_rows(self, model: Vocabulary, info: TensorInfo, name: str) -> NDArray[np.int64]:
+    def _find_rows(self, model: Vocabulary, info: Tensor, name: str) -> NDArray[np.int64]:
         """For each row of the union, the model's own row for that token.
 
         A row without a token stays where it is.

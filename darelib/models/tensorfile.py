@@ -4,6 +4,8 @@ The safetensors library would map the whole file into memory to read a header, a
 that are given twice.
 """
 
+from __future__ import annotations
+
 import errno
 import hashlib
 import io
@@ -17,15 +19,16 @@ import struct
 import sys
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import closing, suppress
-from functools import lru_cache
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from darelib.core.formats import STORED_BITS
+from darelib.core.formats import FORMATS, STORED_BITS
 from darelib.core.text import DareError, InputChanged
-from darelib.models.encodings import TensorInfo as TensorInfo
+from darelib.models.forms import Entry
+from darelib.models.tensor import Known, Tensor
 
 # Bytes: more than MAX_TENSORS take with long names, so that no file takes much memory.
 MAX_HEADER: Final = 64_000_000
@@ -129,11 +132,13 @@ def convert_hint(path: Path) -> str:
 
 
 class TensorFile:
-    """One safetensors file, open for reading. place: which of its checkpoint's files it is."""
+    """One safetensors file, open for reading."""
 
-    def __init__(self, path: Path, name: str, place: int = 0) -> None:
+    def __init__(self, path: Path, name: str) -> None:
         self.path = path
         self.name = name
+        self.metadata: dict[str, str] = {}
+        self.header_sha256 = ""
         try:
             self._file = open_regular(path)
             self.status = os.fstat(self._file.fileno())
@@ -141,19 +146,31 @@ class TensorFile:
             raise
         except OSError as error:
             raise explain_os_error(error, name) from None
+        known = PEEKED.pop((path, IDENTITY(self.status)), None)
+        entries: Mapping[str, Any] = known.tensors if known else self._read_header()
+        if known:
+            self.metadata = known.metadata
+            self.header_sha256 = known.header_sha256
+        self.tensors: dict[str, Tensor] = {
+            name: Stored(entry.dtype, entry.shape, entry.offset, self)
+            for name, entry in entries.items()
+        }
+
+    def _read_header(self) -> Mapping[str, Entry]:
         size = self.status.st_size
         start = bytearray(min(9, size))
         try:
             self.read_into(memoryview(start), 0)
-            header = self._read_header(start, size)
-            self.header_sha256 = hashlib.sha256(header).hexdigest()
-            text = str(memoryview(header)[8:], "utf-8")
-            self.tensors, self.metadata = parse_header(text, len(header), size, place)
+            raw = self._read_bytes(start, size)
+            text = str(memoryview(raw)[8:], "utf-8")
+            entries, self.metadata = parse_header(text, len(raw), size)
         except (ValueError, RecursionError) as error:
             self.close()
             raise self._explain_broken(error, start) from None
+        self.header_sha256 = hashlib.sha256(raw).hexdigest()
+        return entries
 
-    def _read_header(self, start: bytearray, size: int) -> bytearray:
+    def _read_bytes(self, start: bytearray, size: int) -> bytearray:
         """The header with its length before it. start: the first bytes of the file."""
         length = int.from_bytes(start[:8], "little")
         faults = (
@@ -210,26 +227,51 @@ class TensorFile:
         self._file.close()
 
 
-def peek_header(path: Path) -> tuple[tuple[str, ...], dict[str, str]]:
+@dataclass(frozen=True, eq=False, slots=True)  # there may be very many
+class Stored(Tensor):
+    """A tensor whose values are stored plainly: a range of a file."""
+
+    offset: int
+    file: TensorFile = field(repr=False)
+
+    def read(self, start: int, count: int, known: Known | None = None) -> Any:
+        from darelib.arithmetic.stored import decode
+
+        item = FORMATS[self.dtype].itemsize
+        return decode(self.read_raw(start * item, count * item), self.dtype)
+
+    def read_raw(self, start: int, size: int) -> Any:
+        import numpy as np
+
+        raw = np.empty(size, np.uint8)
+        self.file.read_into(raw.data, self.offset + start)
+        return raw
+
+
+# The file that was last looked at, to find out of what kind it is, until it is opened: closed.
+PEEKED: Final[dict[object, TensorFile]] = {}
+
+
+def peek_header(path: Path) -> tuple[Collection[str], Mapping[str, str]]:
     """The names in a file and its metadata, to find out of what kind the file is.
 
     Both are empty where they cannot be read: whoever opens the file then explains why.
     """
     try:
-        return _peek(path, IDENTITY(path.stat()))
-    except (DareError, OSError):
+        key = path, IDENTITY(path.stat())
+        if key not in PEEKED:
+            with closing(TensorFile(path, path.name)) as file:
+                PEEKED.clear()
+                PEEKED[key] = file
+        file = PEEKED[key]
+        return file.tensors.keys(), file.metadata
+    except (DareError, OSError, KeyError):
         return (), {}
 
 
-@lru_cache(1)  # several kinds of input look at one file
-def _peek(path: Path, _: object) -> tuple[tuple[str, ...], dict[str, str]]:
-    with closing(TensorFile(path, path.name)) as file:
-        return tuple(file.tensors), file.metadata
-
-
 def parse_header(
-    text: str, data_start: int, file_size: int, place: int = 0
-) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    text: str, data_start: int, file_size: int
+) -> tuple[dict[str, Entry], dict[str, str]]:
     """The tensors in the order in which they are stored, and the metadata.
 
     A broken rule is a ValueError.
@@ -237,7 +279,7 @@ def parse_header(
     shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # each is kept once: a model has few
 
     # As a table, an entry would take many times the memory.
-    def read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | TensorInfo | ValueError:
+    def read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | Entry | ValueError:
         fields = reject_duplicates(pairs)
         if fields.keys() != {"dtype", "shape", "data_offsets"}:
             return fields
@@ -246,7 +288,7 @@ def parse_header(
         except ValueError as error:
             return error  # the name of the tensor is not known yet
         shape = shapes.setdefault(shape, shape)
-        return TensorInfo(sys.intern(fields["dtype"]), shape, data_start + begin, place)
+        return Entry(sys.intern(fields["dtype"]), shape, data_start + begin)
 
     try:
         header = json.loads(text, object_pairs_hook=read_object, parse_int=_parse_count)
@@ -261,7 +303,7 @@ def parse_header(
         name.encode()  # half of a surrogate pair is no text
         if len(name) > MAX_NAME:
             raise ValueError(f"the name of a tensor has {len(name):,} characters")
-        if not isinstance(entry, TensorInfo):
+        if not isinstance(entry, Entry):
             reason = entry if isinstance(entry, ValueError) else NO_ENTRY
             raise ValueError(f"the entry of tensor {name!r} is wrong: {reason}")
     return _order_tensors(header, data_start, file_size), metadata
@@ -310,9 +352,7 @@ def _check_metadata(metadata: Any) -> dict[str, str]:
     return metadata
 
 
-def _order_tensors(
-    tensors: dict[str, TensorInfo], data_start: int, file_size: int
-) -> dict[str, TensorInfo]:
+def _order_tensors(tensors: dict[str, Entry], data_start: int, file_size: int) -> dict[str, Entry]:
     """By their places in the file, which they must fill; at the same place, empty ones first."""
     ordered = sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes))
     place = data_start
@@ -330,7 +370,7 @@ def _order_tensors(
     return dict(ordered)
 
 
-def header_bytes(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> bytes:
+def header_bytes(tensors: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
     """A safetensors header for tensors whose offsets count from the start of the data."""
     encode = json.JSONEncoder(separators=(",", ":")).encode
     parts = [f'{{"__metadata__":{encode(metadata)}']

@@ -10,12 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from darelib.core.formats import STORED_BITS
 from darelib.core.text import DareError, count_of
 from darelib.models.checkpoint import Checkpoint
-from darelib.models.encodings import Derived, Input, Span, TensorInfo, drop_ones
 from darelib.models.names import (
     ALONE,
     DEEP,
@@ -31,9 +29,11 @@ from darelib.models.names import (
     Share,
 )
 from darelib.models.source import Source
+from darelib.models.tensor import Known, Span, Tensor, drop_ones
 
-Tensors: TypeAlias = Mapping[str, TensorInfo]
-Named: TypeAlias = dict[str, TensorInfo]
+Tensors: TypeAlias = Mapping[str, Tensor]
+Array = Any
+Named: TypeAlias = dict[str, Tensor]
 
 INDEX: Final = re.compile(r"\.\d+(?=\.)")
 # Elements, ten times those of the largest projection: all of it is read for each chunk of it.
@@ -95,9 +95,9 @@ def tell_apart(components: Collection[str], source: Source) -> str:
     return known[0]
 
 
-def list_ways(tensors: Tensors, homes: Iterable[Home]) -> dict[str, TensorInfo]:
+def list_ways(tensors: Tensors, homes: Iterable[Home]) -> dict[str, Tensor]:
     """What tensors can be called, by the names of both kinds, each with what it is made of."""
-    ways: dict[str, TensorInfo] = {}
+    ways: dict[str, Tensor] = {}
     for home in homes:
         own, both = _translate(home, tensors)
         others = {new: old for old, new in home.map.others.items()}
@@ -107,7 +107,7 @@ def list_ways(tensors: Tensors, homes: Iterable[Home]) -> dict[str, TensorInfo]:
     return ways
 
 
-def name_originally(tensors: Tensors, source: Source) -> dict[str, TensorInfo]:
+def name_originally(tensors: Tensors, source: Source) -> dict[str, Tensor]:
     """The components of a model by the names that they have in a single file."""
     homes = {home.map.component: home for home in find_homes(tensors)}
     if is_bare(homes.values()):
@@ -116,7 +116,7 @@ def name_originally(tensors: Tensors, source: Source) -> dict[str, TensorInfo]:
     places = next((home.map.file for home in homes.values() if home.map.file), SD_FILE)
     if len(homes) == 1 and homes.keys() <= ALONE.keys():
         places = ALONE
-    named: dict[str, TensorInfo] = {}
+    named: dict[str, Tensor] = {}
     for component in homes.keys() & places.keys():
         _, both = _translate(homes[component], tensors)
         is_deep = places is SD_FILE and component == "text_encoder" and DEEP in both[DIFFUSERS]
@@ -155,7 +155,7 @@ def _find_entry(name: str, table: Mapping[str, Any]) -> tuple[str, str, str]:
 
 def _turn(tensors: Tensors, table: Mapping[str, list[Share]]) -> Named:
     """The tensors of a component by the names of the other kind."""
-    found = defaultdict[str, list[tuple[Share, TensorInfo]]](list)
+    found = defaultdict[str, list[tuple[Share, Tensor]]](list)
     for name, info in tensors.items():
         if STORED_BITS[info.dtype] < 8:  # whose elements have no places of their own
             continue
@@ -173,16 +173,16 @@ def _turn(tensors: Tensors, table: Mapping[str, list[Share]]) -> Named:
     return {name: info for name, info in made.items() if info}
 
 
-def _join_shares(parts: list[tuple[Share, TensorInfo]]) -> TensorInfo | None:
+def _join_shares(parts: list[tuple[Share, Tensor]]) -> Tensor | None:
     """A tensor of rows of others; None: not all of it is there, or it does not fit together."""
     parts.sort(key=lambda pair: pair[0].other_first)
     share, first = parts[0]
     if share.total == share.other_total == 1:
         return first
     is_whole = sum(share.length for share, _ in parts) == share.other_total
-    alike = len({(info.dtype, info.shape[1:], info.encoding.merges) for _, info in parts}) == 1
+    alike = len({(info.dtype, info.shape[1:], info.merges) for _, info in parts}) == 1
     divides = all(info.shape and info.shape[0] % share.total == 0 for share, info in parts)
-    if not (is_whole and alike and divides and first.encoding.merges):
+    if not (is_whole and alike and divides and first.merges):
         return None
     width = math.prod(first.shape[1:])
     pieces = []
@@ -211,7 +211,7 @@ def use_names(model: Checkpoint, base: Checkpoint) -> None:
     model.tensors = {**own, **found}
 
 
-def match_names(tensors: Tensors, base: Tensors, source: Source) -> dict[str, TensorInfo]:
+def match_names(tensors: Tensors, base: Tensors, source: Source) -> dict[str, Tensor]:
     """Tensors that a model has by other names than the base, by those of the base."""
     homes = find_homes(tensors)
     if not is_bare(homes):
@@ -240,7 +240,7 @@ def _match(homes: Iterable[Home], tensors: Tensors, base: Tensors) -> Named:
     }
 
 
-def put_back(changes: Tensors, base: Tensors, ways: Tensors, adapter: str) -> dict[str, TensorInfo]:
+def put_back(changes: Tensors, base: Tensors, ways: Tensors, adapter: str) -> dict[str, Tensor]:
     """Changes of an adapter, by the names of the base. ways: tensors made of the base's, by other
     names.
     """
@@ -257,10 +257,10 @@ def put_back(changes: Tensors, base: Tensors, ways: Tensors, adapter: str) -> di
                 f"adapter {adapter!r}",
                 "give the model that it was trained on",
             )
-        change = way.encoding.revert(change)
+        change = way.revert(change)
         place = 0
-        for piece in way.encoding.list_pieces(way):
-            target = own[id(piece.info)]
+        for piece in way.list_spans():
+            target = own[id(piece.tensor)]
             found[target].append((piece.start, Span(change, place, piece.count)))
             place += piece.count
     for name, pieces in found.items():
@@ -271,7 +271,7 @@ def put_back(changes: Tensors, base: Tensors, ways: Tensors, adapter: str) -> di
                 "save it by one kind of names",
             )
         made[name] = join(filled, base[name].shape)
-        kinds = {(piece.info.dtype, piece.info.is_delta) for piece in filled if piece.info}
+        kinds = {(piece.tensor.dtype, piece.tensor.is_delta) for piece in filled if piece.tensor}
         if len(kinds) > 1 or (len(filled) > len(pieces) and not made[name].is_delta):
             raise DareError(
                 f"the adapter {adapter!r} replaces some of {name!r}, and not all of it",
@@ -285,84 +285,96 @@ def put_back(changes: Tensors, base: Tensors, ways: Tensors, adapter: str) -> di
 
 
 @dataclass(frozen=True, eq=False)
-class Pieces(Derived):
+class Pieces(Tensor):
     """Pieces of other tensors of the same type, one after the other."""
 
     parts: tuple[Span, ...]
 
     @property
     def is_delta(self) -> bool:
-        return any(part.info.is_delta for part in self.parts if part.info)
+        return any(part.tensor.is_delta for part in self.parts if part.tensor)
 
-    def list_pieces(self, info: TensorInfo) -> tuple[Span, ...]:
+    def list_spans(self) -> tuple[Span, ...]:
         return self.parts
 
-    def stored_bytes(self, info: TensorInfo) -> int:
-        parts = [(part.info, part.count) for part in self.parts if part.info]
+    @property
+    def stored_bytes(self) -> int:
+        parts = [(part.tensor, part.count) for part in self.parts if part.tensor]
         return sum(own.stored_bytes * count // own.count for own, count in parts if own.count)
 
-    def read(
-        self, model: Input, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
-    ) -> None:
-        item = STORED_BITS[info.dtype] // 8
+    def read(self, start: int, count: int, known: Known | None = None) -> Array:
+        real = np.float64 if self.dtype == "F64" else np.float32
+        parts = [
+            span.tensor.read(span.start, span.count) if span.tensor else np.zeros(span.count, real)
+            for span in self._cut(start, count)
+        ]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def read_raw(self, start: int, size: int) -> Array:
+        item = STORED_BITS[self.dtype] // 8
+        parts = [
+            span.tensor.read_raw(span.start * item, span.count * item)
+            if span.tensor
+            else np.zeros(span.count * item, np.uint8)
+            for span in self._cut(start // item, size // item)
+        ]
+        return np.concatenate(parts)
+
+    def _cut(self, start: int, count: int) -> Iterator[Span]:
+        """What elements of it are made of."""
         place = 0  # of the part
         for part in self.parts:
             first = max(start, place)
-            last = max(first, min(start + count, place + part.count))
-            target = into[(first - start) * item : (last - start) * item]
-            if part.info is None:
-                target[:] = 0
-            elif target.size:
-                model.read(part.info, part.start + first - place, last - first, target)
+            last = min(start + count, place + part.count)
+            if first < last:
+                yield Span(part.tensor, part.start + first - place, last - first)
             place += part.count
 
 
-@dataclass(frozen=True, eq=False)
 class Transposed(Pieces):
     """A whole matrix of which rows are stored as columns."""
 
-    def read(
-        self, model: Input, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
-    ) -> None:
-        item = STORED_BITS[info.dtype] // 8
-        stored = np.empty((*info.shape[::-1], item), np.uint8)
-        super().read(model, info, 0, info.count, stored.reshape(-1))
-        into[:] = stored.swapaxes(0, 1).reshape(-1)[start * item : (start + count) * item]
+    def read(self, start: int, count: int, known: Known | None = None) -> Array:
+        stored = super().read(0, self.count).reshape(self.shape[::-1])
+        return stored.T.reshape(-1)[start : start + count]
 
-    def revert(self, change: TensorInfo) -> TensorInfo:
+    def read_raw(self, start: int, size: int) -> Array:
+        stored = super().read_raw(0, self.nbytes).reshape(*self.shape[::-1], -1)
+        return stored.swapaxes(0, 1).reshape(-1)[start : start + size]
+
+    def revert(self, change: Tensor) -> Tensor:
         return transpose(change)
 
 
-def count_used(infos: Iterable[TensorInfo]) -> Counter[int]:
+def count_used(infos: Iterable[Tensor]) -> Counter[int]:
     """By id of a model's tensors: how many of their elements others are made of."""
     used = Counter[int]()
     for info in infos:
-        for piece in info.encoding.list_pieces(info):
-            used[id(piece.info)] += piece.count
+        for piece in info.list_spans():
+            used[id(piece.tensor)] += piece.count
     return used
 
 
-def transpose(info: TensorInfo) -> TensorInfo:
-    encoding = Transposed((Span(info, 0, info.count),))
-    return TensorInfo(info.dtype, info.shape[::-1], encoding=encoding)
+def transpose(info: Tensor) -> Tensor:
+    return Transposed(info.dtype, info.shape[::-1], (Span(info, 0, info.count),))
 
 
-def join(parts: Sequence[Span], shape: tuple[int, ...]) -> TensorInfo:
+def join(parts: Sequence[Span], shape: tuple[int, ...]) -> Tensor:
     """A tensor of pieces; of one that is whole, that one, if it has this shape."""
-    first = next(part.info for part in parts if part.info)
+    first = next(part.tensor for part in parts if part.tensor)
     if len(parts) == 1 and parts[0].count == first.count:
         if first.shape == shape:
             return first
         if first.added_rank:  # a product stays one
             return replace(first, shape=shape)
-    return TensorInfo(first.dtype, shape, encoding=Pieces(tuple(parts)))
+    return Pieces(first.dtype, shape, tuple(parts))
 
 
-def fit_shape(info: TensorInfo, shape: tuple[int, ...]) -> TensorInfo:
+def fit_shape(info: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A convolution of a single point is a matrix, and may be stored as either."""
     sides, wanted = ([side for side in each if side > 1] for each in (info.shape, shape))
     fits = sides == wanted and info.shape != shape and STORED_BITS[info.dtype] >= 8
-    return join(info.encoding.list_pieces(info), shape) if fits else info
+    return join(info.list_spans(), shape) if fits else info
 
 
 def fill_gaps(pieces: Sequence[tuple[int, Span]], count: int) -> list[Span] | None:

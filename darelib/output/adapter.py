@@ -29,10 +29,11 @@ from darelib.models.checkpoint import (
     ties_embeddings,
 )
 from darelib.models.directories import ADAPTER_CONFIG, ADAPTER_FILE, is_folder
-from darelib.models.encodings import PLAIN, TensorInfo
+from darelib.models.forms import PLAIN, Entry
 from darelib.models.lora import find_transposed, find_ways
 from darelib.models.peft import PREFIX, describe_lora, last_part
 from darelib.models.source import HUB_NAME, recorded_name
+from darelib.models.tensor import Tensor
 from darelib.output.destination import Destination
 from darelib.output.directory import (
     CARD_FILE,
@@ -103,7 +104,7 @@ def plan_adapter(
     """
     check_adapter(inputs, destination, tokenizer)
     whole = plan_files(config, inputs, destination, tokenizer, with_side_files=False)
-    changed = [tensor for tensor in whole.tensors if is_changed(tensor, inputs)]
+    changed = [tensor for tensor in whole.tensors if is_changed(tensor)]
     if not changed:
         raise DareError(
             "no model changes anything, so there is nothing to put in an adapter",
@@ -124,9 +125,7 @@ def plan_adapter(
     chosen = []
     for tensor in whole.tensors:
         if tensor.name in modules:
-            output = "F64" if tensor.spec.real == "F64" else "F32"
-            spec = dataclasses.replace(tensor.spec, output=output)
-            chosen.append(dataclasses.replace(tensor, spec=spec, encoding=PLAIN))
+            chosen.append(dataclasses.replace(tensor, dtype=tensor.real, form=PLAIN))
         elif module_of(tensor.name) in saved or (is_saved and tensor.name in rest):
             chosen.append(hold(tensor, names, modules, inputs[0]))
     held = {tensor.name for tensor in chosen}
@@ -177,9 +176,9 @@ def hold(
     twins += [head] if head else []
     # Newer versions of transformers call all heads so, whatever they are stored as.
     twins += HEADS[:1] if HEADS[1] in twins else ()
-    info = TensorInfo(tensor.spec.output, tensor.base.shape)
+    info = Entry(tensor.dtype, tensor.base.shape)
     outputs = {f"{PREFIX}{name}": info for name in twins}
-    return dataclasses.replace(tensor, outputs=outputs, encoding=PLAIN)
+    return dataclasses.replace(tensor, outputs=outputs, form=PLAIN)
 
 
 class NameMap:
@@ -238,24 +237,21 @@ def list_twins(name: str, base: Checkpoint) -> list[str]:
     return [twin for twin in twins if twin not in base.tensors]
 
 
-def is_changed(tensor: TensorPlan, inputs: Sequence[Checkpoint]) -> bool:
+def is_changed(tensor: TensorPlan) -> bool:
     """Whether a merge changes a tensor: models that have the base's values do not."""
     if not tensor.merged or not tensor.base.count or not tensor.settings.lambda_coeff:
         return False
-    base = (inputs[0], tensor.base)
-    return any(differs(tensor.name, base, (inputs[1 + i], info)) for i, info in tensor.finetuned)
+    return any(differs(tensor.base, info) for _, info in tensor.finetuned)
 
 
-def differs(name: str, *tensors: tuple[Checkpoint, TensorInfo]) -> bool:
+def differs(base: Tensor, info: Tensor) -> bool:
     """Whether a model's tensor differs from the base's: all but equal ones do so at once."""
-    [(_, base), (_, info)] = tensors
     if info.is_delta or info.shape != base.shape:
         return True
     step = TUNING.max_chunk // 8
     for start in range(0, base.count, step):
         size = min(step, base.count - start)
-        mine, theirs = (model.sample(name, own, start, size) for model, own in tensors)
-        if not np.array_equal(mine, theirs, equal_nan=True):
+        if not np.array_equal(base.read(start, size), info.read(start, size), equal_nan=True):
             return True
     return False
 
@@ -281,7 +277,7 @@ def find_modules(
         is_table = TABLE.fullmatch(tensor.name) or is_beyond(tensor)
         if not is_matrix or is_head or is_apart or is_table:
             continue
-        products = [info.encoding.product for _, info in tensor.finetuned]
+        products = [info.product for _, info in tensor.finetuned]
         known = [product.transposed for product in products if product]
         stored = known[0] if known else find_transposed(tensor.name, ways)
         rank = choose_rank(tensor, inputs, config.adapter_rank)
@@ -317,7 +313,7 @@ def explain_rank(tensor: TensorPlan, inputs: Sequence[Checkpoint]) -> str:
     """Why the models' changes of a tensor have no rank that could be added."""
     for i, info in tensor.finetuned:
         model = inputs[1 + i]
-        product = info.encoding.product
+        product = info.product
         if not model.partial:
             return f"{model.name!r} is a model, not an adapter"
         if product and product.magnitudes:

@@ -22,8 +22,9 @@ from darelib.methods import METHODS
 from darelib.methods.looks import TensorSettings
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.directories import CONFIG_FILE, find_parts
+from darelib.models.forms import Entry
 from darelib.models.source import RECIPE_FILE, Source, last_parts, recorded_name
-from darelib.models.tensorfile import AGAIN_HINT, MAX_JSON, TensorInfo, open_regular
+from darelib.models.tensorfile import AGAIN_HINT, MAX_JSON, open_regular
 from darelib.models.vocabulary import MAX_TOKENIZER, TOKENIZER_FILE
 from darelib.output.destination import MATCHED_KEY, RECIPE_KEY, digest_of, is_weights, list_files
 from darelib.output.tokenizer import (
@@ -189,11 +190,9 @@ def check_json(data: bytes) -> None:
     json.loads(data.decode("latin-1"), object_pairs_hook=lambda _: None)
 
 
-def make_indexes(
-    tensors: Mapping[str, TensorInfo], files: Sequence[PlannedFile]
-) -> dict[str, bytes]:
+def make_indexes(tensors: Mapping[str, Entry], files: Sequence[PlannedFile]) -> dict[str, bytes]:
     """By name: the indexes of a model, or of components, in several files."""
-    sharded: dict[str, dict[str, TensorInfo]] = {}
+    sharded: dict[str, dict[str, Entry]] = {}
     for name, info in tensors.items():
         if shard := SHARD.fullmatch(files[info.file].name):
             sharded.setdefault(shard[1], {})[name] = info
@@ -203,9 +202,7 @@ def make_indexes(
     }
 
 
-def make_index(
-    tensors: Mapping[str, TensorInfo], files: Sequence[PlannedFile], folder: str
-) -> bytes:
+def make_index(tensors: Mapping[str, Entry], files: Sequence[PlannedFile], folder: str) -> bytes:
     """An index as transformers writes it. folder: what it is in, with a slash."""
     index = {
         "metadata": {

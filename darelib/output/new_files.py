@@ -12,10 +12,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TypeAlias
 
-import numpy as np
-
 from darelib.core.text import LOG, ConfigError, DareError, human, progress
-from darelib.models.encodings import Input, TensorInfo
+from darelib.models.forms import Entry, Sized
+from darelib.models.tensor import Tensor
 from darelib.models.tensorfile import header_bytes
 from darelib.output.files import (
     LOCK_FILE,
@@ -109,26 +108,24 @@ def write_new_file(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
 
 Bytes: TypeAlias = Iterable[bytes | memoryview]
 # By name: what a tensor is, and its bytes, which are made when they are written.
-Contents: TypeAlias = dict[str, tuple[TensorInfo, Bytes]]
+Contents: TypeAlias = dict[str, tuple[Sized, Bytes]]
 
 
-def list_contents(model: Input, tensors: Mapping[str, TensorInfo]) -> Contents:
+def list_contents(tensors: Mapping[str, Tensor]) -> Contents:
     """Tensors of a model, or that are made of such, by new names."""
-    return {name: (info, _read(model, info)) for name, info in tensors.items()}
+    return {name: (tensor, _read(tensor)) for name, tensor in tensors.items()}
 
 
-def _read(model: Input, info: TensorInfo) -> Iterator[memoryview]:
-    raw = np.empty(info.nbytes, np.uint8)
-    model.read(info, 0, info.count, raw)
-    yield raw.data
+def _read(tensor: Tensor) -> Iterator[memoryview]:
+    yield tensor.read_raw(0, tensor.nbytes).data
 
 
 def encode_file(contents: Contents) -> Iterator[bytes | memoryview]:
     """The file, tensor by tensor."""
-    infos: dict[str, TensorInfo] = {}
+    infos: dict[str, Entry] = {}
     offset = 0
     for name, (info, _) in contents.items():
-        infos[name] = TensorInfo(info.dtype, info.shape, offset)
+        infos[name] = Entry(info.dtype, info.shape, offset)
         offset += info.nbytes
     yield header_bytes(infos, {"format": "pt"})
     with progress("writing", offset, LOG.isEnabledFor(logging.INFO)) as advance:

@@ -21,17 +21,19 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeAlias
 import numpy as np
 
 from darelib import __version__
+from darelib.arithmetic.stored import decode
 from darelib.config import DareConfig, parse_size
-from darelib.core.formats import FORMATS, STORED_BITS, widen
+from darelib.core.formats import FORMATS, STORED_BITS
 from darelib.core.text import ConfigError, DareError, human, list_names
 from darelib.core.tuning import TUNING
 from darelib.methods import METHODS
 from darelib.models.checkpoint import CLASS_KEY, Checkpoint
 from darelib.models.directories import CONFIG_FILE, DIFFUSERS_STEM, part_name
-from darelib.models.encodings import Encoding, TensorInfo
+from darelib.models.forms import PLAIN, Entry
 from darelib.models.inputs import explain_read_errors
 from darelib.models.peft import PREFIX
 from darelib.models.source import RECIPE_FILE
+from darelib.models.tensor import Tensor
 from darelib.models.tensorfile import read_json
 from darelib.output.destination import (
     Destination,
@@ -91,7 +93,7 @@ def compare_values(stored: Array, made: Array, dtype: str) -> tuple[int, int | N
     places = [order_patterns(each, bits) for each in (first, second)]
     is_far = np.abs(places[0] - places[1]) > 1
     if dtype in FORMATS:
-        values = [widen(each.view(np.uint8), dtype).astype(np.float64) for each in (first, second)]
+        values = [decode(each, dtype).astype(np.float64) for each in (first, second)]
         is_far &= np.abs(values[0] - values[1]) > TOLERANCES[bits] * np.abs(values[1]).mean()
     beyond = np.flatnonzero(is_far)
     return int(np.count_nonzero(first != second)), int(beyond[0]) if len(beyond) else None
@@ -112,7 +114,7 @@ LARGEST_DISTANCE: Final = 0.01
 def compare_factors(stored: memoryview, made: memoryview, dtype: str) -> tuple[int, int | None]:
     """The same of factors: they differ as a whole."""
     first, second = (
-        widen(np.frombuffer(each, np.uint8), dtype).astype(np.float64) for each in (stored, made)
+        decode(np.frombuffer(each, np.uint8), dtype).astype(np.float64) for each in (stored, made)
     )
     distance = np.abs(first - second)
     is_far = np.linalg.norm(distance) > LARGEST_DISTANCE * np.linalg.norm(second)
@@ -126,13 +128,13 @@ class Module(NamedTuple):
     rank: int
     is_transposed: bool  # whether it is stored as inputs x outputs
 
-    def list_outputs(self, shape: tuple[int, ...], dtype: str) -> dict[str, TensorInfo]:
+    def list_outputs(self, shape: tuple[int, ...], dtype: str) -> dict[str, Entry]:
         """The two factors, as PEFT has them: of a convolution, with its kernel in the first."""
         outputs, *inputs = reversed(shape) if self.is_transposed else shape
         points = (1,) * (len(shape) - 2)
         return {
-            f"{PREFIX}{self.name}.lora_A.weight": TensorInfo(dtype, (self.rank, *inputs)),
-            f"{PREFIX}{self.name}.lora_B.weight": TensorInfo(dtype, (outputs, self.rank, *points)),
+            f"{PREFIX}{self.name}.lora_A.weight": Entry(dtype, (self.rank, *inputs)),
+            f"{PREFIX}{self.name}.lora_B.weight": Entry(dtype, (outputs, self.rank, *points)),
         }
 
 
@@ -200,7 +202,7 @@ class FilePlan(MergePlan):
         # tensor.
         decided = hashlib.sha256()
         for t in self.tensors:
-            parts = (t.name, t.base.encoding, t.finetuned, t.mask_names, t.merged, t.settings)
+            parts = (t.name, t.base, t.finetuned, t.mask_names, t.merged, t.settings)
             decided.update(repr(parts).encode("utf-8", "replace"))
         whole = {
             **{key: recipe.get(key, {}) for key in ("dare", "rules", "models")},
@@ -291,9 +293,8 @@ def make_side_files(plan: FilePlan, inputs: Sequence[Checkpoint]) -> tuple[SideF
     """What a model directory has besides its tensors, and what to say about it."""
     base = inputs[0]
     # Encodings that are not kept, with what goes with them.
-    encodings = [t.base.encoding for t in plan.tensors if t.encoding is not t.base.encoding]
-    lost = [encoding for encoding in encodings if encoding.kind]
-    left_out = {name for encoding in lost for name in encoding.files}
+    lost = [t.base for t in plan.tensors if t.base.kind and t.form is PLAIN]
+    left_out = {name for tensor in lost for name in tensor.files}
     found = find_side_files(base.folder)
     side: SideFiles = {name: path for name, path in found.items() if name not in left_out}
     beside = (base.folder or base.files[0].path.parent) / CONFIG_FILE
@@ -350,11 +351,11 @@ def record_matched(
 
 
 def list_changes(
-    plan: FilePlan, base: Checkpoint, lost: Sequence[Encoding], config: dict[str, Any]
+    plan: FilePlan, base: Checkpoint, lost: Sequence[Tensor], config: dict[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
-    """Old and new values of settings in config.json. lost: encodings that are not kept."""
+    """Old and new values of settings in config.json. lost: tensors whose encoding is not kept."""
     changes: dict[str, tuple[Any, Any]] = {
-        key: (None, None) for encoding in lost for key in encoding.config_keys
+        key: (None, None) for tensor in lost for key in tensor.config_keys
     }
     changes |= base.list_changes(list_tables(config))
     if base.heights[1]:

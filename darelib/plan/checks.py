@@ -18,8 +18,8 @@ from darelib.models.checkpoint import (
     quantised_modules,
 )
 from darelib.models.directories import MERGED_COMPONENTS
-from darelib.models.encodings import Described, TensorInfo
 from darelib.models.fp8 import UNREAD_HINTS
+from darelib.models.tensor import Described, Tensor
 from darelib.plan.tensorplan import (
     COPIED,
     Match,
@@ -133,7 +133,7 @@ def check_quantised(inputs: Sequence[Described], kept: set[str]) -> None:
                 is_odd = mine is None or (mine.dtype, mine.shape) != (info.dtype, info.shape)
             if is_odd:
                 weight = base.tensors.get(f"{module_of(name)}.weight", stored)
-                hint = weight.encoding.hint or UNREAD_HINTS.get(stored.dtype, QUANTISE_HINT)
+                hint = weight.hint or UNREAD_HINTS.get(stored.dtype, QUANTISE_HINT)
                 raise DareError(
                     f"{first.name!r} is quantised, and {second.name!r} is not in the same way: "
                     f"see {name!r}",
@@ -174,7 +174,7 @@ def check_merged(kept: set[str], base: Described, model: Described) -> None:
 
 def check_plain(config: DareConfig, base: Described) -> None:
     """Refuse to write half of a quantised model in another type."""
-    is_read = any(info.encoding.kind for info in base.tensors.values())
+    is_read = any(info.kind for info in base.tensors.values())
     if not config.dtype or not is_read:
         return
     modules = quantised_modules(base.tensors)
@@ -216,12 +216,12 @@ def check_layers(config: DareConfig, inputs: Sequence[Described], table: TensorT
         )
 
 
-def is_own(name: str, info: TensorInfo, modules: set[str], layers: set[str]) -> bool:
+def is_own(name: str, info: Tensor, modules: set[str], layers: set[str]) -> bool:
     """Whether a weight that the base lacks belongs to one of its modules or numbered layers.
 
     Heads are no such modules: some libraries store their biases twice. Scalars are rarely used.
     """
-    is_weight = info.shape and info.encoding.merges and info.dtype in FORMATS
+    is_weight = info.shape and info.merges and info.dtype in FORMATS
     if not is_weight or find_buffer(name, info.shape):
         return False
     module = module_of(name)
@@ -283,7 +283,7 @@ def check_mask(model: Described, tensor: TensorPlan, row: int) -> None:
     packed and is not now, or the other way round.
     """
     _, theirs = tensor.finetuned[row]
-    known = theirs.encoding.mask_name
+    known = theirs.mask_name
     if known not in (None, tensor.mask_names[row]):
         raise DareError(
             f"{model.name!r} was packed with {tensor.name!r} thinned like {known!r}, "
@@ -303,10 +303,10 @@ def check_drop(model: Described, tensor: TensorPlan, row: int) -> None:
     needy = {
         f"drop {thinning.drop}": thinning.drop != RANDOM,
         "rescale l1": thinning.restores_sum,
-        f"method {method}": theirs.encoding.drop_rate and METHODS[method].sees_dropped,
+        f"method {method}": theirs.drop_rate and METHODS[method].sees_dropped,
     }
     what = next((what for what, sees_all in needy.items() if sees_all), None)
-    if what and theirs.encoding.mask_name is not None:
+    if what and theirs.mask_name is not None:
         raise DareError(
             f"{model.name!r} is packed, and {what} must see all of {tensor.name!r}",
             "give the model itself, or use other settings",
@@ -400,7 +400,7 @@ def check_sample(
             check_distance(config, base, model, parameters, *sizes.mean(axis=0).tolist())
 
 
-def list_common(changed: Sequence[TensorPlan], i: int) -> list[tuple[str, TensorInfo, TensorInfo]]:
+def list_common(changed: Sequence[TensorPlan], i: int) -> list[tuple[str, Tensor, Tensor]]:
     """The matrices that a model has by the base's name, in its shape."""
     return [
         (tensor.name, tensor.base, info)

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from darelib.config import DareConfig
-from darelib.core.formats import FORMATS
 from darelib.core.text import ConfigError
 from darelib.core.tuning import TUNING, count_cores
-from darelib.kernels import KernelSpec
 from darelib.methods.looks import Look
-from darelib.models.encodings import Described
+from darelib.models.tensor import Described
 from darelib.plan.checks import check_table
 from darelib.plan.tensorplan import Matcher, PlannedFile, TensorPlan
 from darelib.plan.warnings import list_warnings
@@ -63,19 +61,18 @@ class MergePlan:
 
     @cached_property
     def itemsize(self) -> int:
-        """Bytes of the widest element that a buffer has to hold."""
-        specs = {tensor.spec for tensor in self.tensors if tensor.merged}
-        names = [name for spec in specs for name in (spec.base, spec.finetuned, spec.output)]
-        return max([FORMATS[name].itemsize for name in names], default=1)
+        """Bytes of the widest value that is computed with."""
+        wide = any(tensor.real == "F64" for tensor in self.tensors if tensor.merged)
+        return 8 if wide else 4
 
     @cached_property
     def chunk(self) -> int:
-        """Elements at a time: a power of two that fits the buffers' budget.
+        """Elements at a time: a power of two that fits the budget.
 
         The output does not depend on it.
         """
-        buffers = self.threads * (len(self.models) + 2)
-        fitting = TUNING.buffer_bytes // (buffers * self.itemsize)
+        arrays = self.threads * (2 * len(self.models) + 3)
+        fitting = TUNING.buffer_bytes // (arrays * self.itemsize)
         most = TUNING.max_chunk * (4 if self.threads >= TUNING.many_threads else 1)
         return max(TUNING.min_chunk, min(most, 1 << max(fitting.bit_length() - 1, 0)))
 
@@ -101,10 +98,6 @@ class MergePlan:
     def list_passes(self) -> dict[str, list[tuple[Look, int]]]:
         return {t.name: t.list_passes() for t in self.tensors if self.passes[t.name]}
 
-    def specs(self) -> set[KernelSpec]:
-        merged = [tensor for tensor in self.tensors if tensor.merged and tensor.base.count]
-        return {spec for tensor in merged for spec in (tensor.spec, tensor.rank_spec) if spec}
-
     def jobs(
         self,
         tensors: Sequence[TensorPlan],
@@ -129,7 +122,7 @@ class MergePlan:
                     order += 1
 
     def list_starts(self, tensor: TensorPlan) -> range:
-        step = tensor.encoding.find_step(tensor.base)
+        step = tensor.form.find_step()
         return range(0, tensor.length, max(1, TUNING.job_elements // step) * step)
 
     def rounds(self, done: Collection[tuple[str, int]] = ()) -> Iterator[Iterator[Job]]:

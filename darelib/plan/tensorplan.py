@@ -12,7 +12,6 @@ from typing import Final, NamedTuple, Self
 from darelib.config import Chooser, DareConfig, Rule
 from darelib.core.arrays import Matrices, find_matrices
 from darelib.core.formats import DTYPES, FORMATS, STORED_BITS
-from darelib.kernels import KernelSpec
 from darelib.methods import METHODS, average_only, choose_looks, keep_only
 from darelib.methods.looks import BASE, Found, Look, TensorSettings
 from darelib.models.checkpoint import (
@@ -23,7 +22,8 @@ from darelib.models.checkpoint import (
     ties_embeddings,
 )
 from darelib.models.directories import MERGED_COMPONENTS, OWN_STEM
-from darelib.models.encodings import PLAIN, Described, Encoding, TensorInfo
+from darelib.models.forms import PLAIN, Entry, Form
+from darelib.models.tensor import Described, Tensor
 from darelib.models.tensorfile import header_bytes, parse_header
 
 
@@ -32,22 +32,28 @@ class TensorPlan:
     """One tensor of the output."""
 
     name: str
-    base: TensorInfo
-    finetuned: tuple[tuple[int, TensorInfo], ...]  # of each model that has it, by its index
+    base: Tensor
+    finetuned: tuple[tuple[int, Tensor], ...]  # of each model that has it, by its index
     mask_names: tuple[str, ...]  # the names that draw their masks: of tied weights, the owner's
     # All that is written for it, by name, itself first. Offsets count from the end of the header.
-    outputs: Mapping[str, TensorInfo]
+    outputs: Mapping[str, Entry]
     merged: bool  # False: copied from the base
     settings: TensorSettings
-    spec: KernelSpec  # the kernel that merges it
+    dtype: str  # of the merged values
     quantised: bool
     buffer: str  # what happens to a buffer (see AVERAGED); "": it is a weight
     rule: Rule | None  # that matches it first
-    encoding: Encoding  # of the output
+    form: Form  # of the output
 
     @property
-    def output(self) -> TensorInfo:
+    def output(self) -> Entry:
         return self.outputs[self.name]
+
+    @property
+    def real(self) -> str:
+        """The type to compute in: float32, or float64 where any side is."""
+        types = {self.base.dtype, self.dtype, *(info.dtype for _, info in self.finetuned)}
+        return "F64" if "F64" in types else "F32"
 
     @property
     def models(self) -> list[int]:
@@ -56,27 +62,22 @@ class TensorPlan:
     def move(self, file: int) -> Self:
         return self.place({name: replace(info, file=file) for name, info in self.outputs.items()})
 
-    def place(self, places: Mapping[str, TensorInfo]) -> Self:
+    def place(self, places: Mapping[str, Entry]) -> Self:
         return replace(self, outputs={name: places[name] for name in self.outputs})
-
-    def look_spec(self, look: Look) -> KernelSpec:
-        own = KernelSpec(look.kernel, self.base.dtype, self.spec.finetuned, self.spec.real)
-        return self.spec if look.merges else own
 
     def is_thinned(self, row: int) -> bool:
         """Whether a model was thinned before, exactly as it is to be thinned now."""
         i, info = self.finetuned[row]
         thinning = self.settings.thinnings[i]
         is_random = not thinning.scheme.ends and not thinning.scheme.thresholds
-        known = info.encoding
-        return known.base == self.base and is_random and known.drop_rate == thinning.drop_rate
+        return info.base is self.base and is_random and info.drop_rate == thinning.drop_rate
 
     @property
     def is_simple(self) -> bool:
         """Whether all models' changes are used whole, and computed in float32."""
         is_whole = all(info.shape == self.base.shape for _, info in self.finetuned)
         drops = any(self.settings.thinnings[i].drop_rate for i in self.models)
-        return is_whole and not drops and self.spec.real == "F32"
+        return is_whole and not drops and self.real == "F32"
 
     @property
     def adds_ranks(self) -> bool:
@@ -93,7 +94,7 @@ class TensorPlan:
         if not self.merged or not self.base.count:
             return []
         kinds = choose_looks(self.settings, self.models) if self.finetuned else []
-        return [*kinds, *self.encoding.looks]
+        return [*kinds, *self.form.looks]
 
     @property
     def matrices(self) -> Matrices | None:
@@ -104,7 +105,7 @@ class TensorPlan:
     def list_passes(self) -> list[tuple[Look, int]]:
         """The looks before it is merged, with each pass that they take."""
         found = Found(width=self.base.width)
-        bits = FORMATS[self.spec.real].bits
+        bits = FORMATS[self.real].bits
         passes: list[tuple[Look, int]] = []
         for kind in self.looks:
             look = kind(self.settings, self.models, self.base.count, bits, found)
@@ -112,15 +113,14 @@ class TensorPlan:
         return passes
 
     @property
-    def rank_spec(self) -> KernelSpec | None:
-        thinnings = [self.settings.thinnings[i] for i in self.models]
-        if not self.merged or not any(thinning.scheme.thresholds for thinning in thinnings):
-            return None
-        return KernelSpec("rank", self.base.dtype, self.spec.finetuned, self.spec.real)
+    def ranks(self) -> bool:
+        """Whether a drop decides by the entries' ranks."""
+        own = [self.settings.thinnings[i] for i in self.models]
+        return self.merged and any(thinning.scheme.thresholds for thinning in own)
 
     @property
     def needs_rows(self) -> bool:
-        return self.rank_spec is not None or any(look.of_rows for look in self.looks)
+        return self.ranks or any(look.of_rows for look in self.looks)
 
     @property
     def length(self) -> int:
@@ -130,21 +130,6 @@ class TensorPlan:
     @property
     def bytes_read(self) -> int:
         return self.base.stored_bytes + sum(info.stored_bytes for _, info in self.finetuned)
-
-
-def choose_kernel(
-    method: str, base: TensorInfo, finetuned: Sequence[TensorInfo], output: str
-) -> KernelSpec:
-    """The kernel that merges tensors of these types: fine-tunes of several types are read as
-    floats.
-    """
-    types = {info.dtype for info in finetuned} or {base.dtype}
-    if any(info.count < base.count for info in finetuned):
-        types.add(base.dtype)  # which stands in for the rows that a model lacks
-    common = "F64" if "F64" in types | {base.dtype, output} else "F32"
-    if len(types) == 1 and not METHODS[method].whole:  # a solved change is in floats
-        [common] = types
-    return KernelSpec(METHODS[method].operation.name, base.dtype, common, output)
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -214,13 +199,13 @@ def divide_tensors(tensors: Sequence[TensorPlan], limit: int) -> list[list[Tenso
     return shards
 
 
-def place_tensors(tensors: Sequence[TensorPlan], file: int) -> tuple[dict[str, TensorInfo], int]:
+def place_tensors(tensors: Sequence[TensorPlan], file: int) -> tuple[dict[str, Entry], int]:
     """The places of tensors in a file, one after the other, and the bytes that they take."""
     wanted = [pair for tensor in tensors for pair in tensor.outputs.items()]
     if any(len(tensor.outputs) > 1 for tensor in tensors):
         # Behind an odd number of bytes, loaders could not map wider values.
         wanted.sort(key=lambda pair: -STORED_BITS[pair[1].dtype])
-    places: dict[str, TensorInfo] = {}
+    places: dict[str, Entry] = {}
     offset = 0
     for name, info in wanted:
         places[name] = replace(info, file=file, offset=offset)
@@ -276,7 +261,7 @@ class Match(NamedTuple):
     """What one model has for a tensor of the base."""
 
     model: int
-    info: TensorInfo
+    info: Tensor
     stand_in: str  # the tied tensor that the model has instead; "": it has this one
 
 
@@ -293,10 +278,10 @@ class TensorTable:
     mismatched: tuple[tuple[str, ...], ...]  # per model: tensors of another shape in the base
 
 
-def is_quantised(name: str, tensors: Mapping[str, TensorInfo], modules: set[str]) -> bool:
+def is_quantised(name: str, tensors: Mapping[str, Tensor], modules: set[str]) -> bool:
     """Whether a name belongs to a quantised module. modules: those among the tensors."""
     is_part = module_of(name) in modules and not name.endswith("bias")
-    return is_part or (name in tensors and not tensors[name].encoding.merges)
+    return is_part or (name in tensors and not tensors[name].merges)
 
 
 class Matcher:
@@ -315,7 +300,7 @@ class Matcher:
         chosen = {
             name: info
             for name, info in self.base.tensors.items()
-            if info.encoding.merges or not self.config.dtype  # weights of that type need no scales
+            if info.merges or not self.config.dtype  # weights of that type need no scales
         }
         matches = {name: self._match(name, info) for name, info in chosen.items()}
         compared = [self._compare_names(i, matches) for i in range(len(self.models))]
@@ -338,7 +323,7 @@ class Matcher:
         shapes = [self.base.tensors[name].shape for name in self._embeddings]
         return next((shape[0] for shape in shapes if shape), 0)
 
-    def _match(self, name: str, info: TensorInfo) -> list[Match]:
+    def _match(self, name: str, info: Tensor) -> list[Match]:
         """What the models have for a tensor."""
         matches: list[Match] = []
         for i, model in enumerate(() if info.folder in self._kept else self.models):
@@ -348,7 +333,7 @@ class Matcher:
                 matches.append(Match(i, theirs, stand_in))
         return matches
 
-    def _find_stand_in(self, name: str, info: TensorInfo, model: Described) -> str:
+    def _find_stand_in(self, name: str, info: Tensor, model: Described) -> str:
         """What a model has in place of a tensor that it lacks: another name of the same tensor, or
         the embedding that is tied to its output head. "": nothing.
         """
@@ -364,12 +349,12 @@ class Matcher:
         embedding = self._find_embedding(name, info)
         return embedding if is_tied and embedding in model.tensors else ""
 
-    def _find_embedding(self, name: str, info: TensorInfo) -> str:
+    def _find_embedding(self, name: str, info: Tensor) -> str:
         """For an output head, the base's input embedding of the same shape."""
         names = self._embeddings if name.endswith(HEADS) else ()
         return next((other for other in names if self.base.tensors[other].shape == info.shape), "")
 
-    def _find_owner(self, name: str, info: TensorInfo) -> str:
+    def _find_owner(self, name: str, info: Tensor) -> str:
         """The tensor that this one must stay equal to: itself, unless they are tied.
 
         A head is tied to the embedding if the base's configuration says so, or if both are one
@@ -383,7 +368,7 @@ class Matcher:
                 return twin
         return name
 
-    def _plan(self, name: str, info: TensorInfo, matches: Sequence[Match]) -> TensorPlan:
+    def _plan(self, name: str, info: Tensor, matches: Sequence[Match]) -> TensorPlan:
         config = self.config
         quantised = is_quantised(name, self.base.tensors, self._quantised)
         buffer = find_buffer(name, info.shape)
@@ -397,7 +382,7 @@ class Matcher:
         is_copied = quantised or buffer == COPIED or (buffer and not self.models)
         merged = is_float and not is_copied
         dtype = DTYPES[config.dtype] if merged and config.dtype else info.dtype
-        encoding = PLAIN if config.dtype else info.encoding
+        form = PLAIN if config.dtype else info.form
         # If all models' heads are their embeddings, the merged head is the merged embedding.
         chosen_by = mask_names[0] if len(set(mask_names)) == 1 else owner
         rule, settings = self._chooser.choose(chosen_by, info.shape if used else ())
@@ -407,9 +392,9 @@ class Matcher:
         elif buffer == AVERAGED and self.models:
             settings = average_only(settings)
         if METHODS[settings.method].keeps_base(settings):
-            merged &= dtype != info.dtype or bool(info.encoding.kind)
+            merged &= dtype != info.dtype or bool(info.kind)
         # What was dropped before stays so: masks nest.
-        rates = {match.model: match.info.encoding.drop_rate for match in used}
+        rates = {match.model: match.info.drop_rate for match in used}
         if any(rates.values()):
             thinnings = enumerate(settings.thinnings)
             raised = tuple(own.raise_to(rates.get(i, 0.0)) for i, own in thinnings)
@@ -419,14 +404,14 @@ class Matcher:
             base=info,
             finetuned=tuple((match.model, match.info) for match in used),
             mask_names=tuple(mask_names),
-            outputs=encoding.list_outputs(name, TensorInfo(dtype, info.shape)),
+            outputs=form.list_entries(name, Entry(dtype, info.shape)),
             merged=merged,
             settings=settings,
-            spec=choose_kernel(settings.method, info, others, dtype),
+            dtype=dtype,
             quantised=quantised,
             buffer=buffer,
             rule=rule,
-            encoding=encoding,
+            form=form,
         )
 
     def _compare_names(

@@ -12,7 +12,7 @@ from darelib.core.formats import FORMATS
 from darelib.core.text import LISTED, count_of, list_names
 from darelib.methods import DEFAULT
 from darelib.models.checkpoint import compare_configs
-from darelib.models.encodings import Described
+from darelib.models.tensor import Described
 from darelib.plan.tensorplan import AVERAGED, COPIED, TensorPlan, TensorTable
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ def find_stand_ins(name: str, i: int, table: TensorTable) -> Iterator[str]:
 
 def find_samples(inputs: Sequence[Described]) -> Iterator[str]:
     for model in inputs:
-        if any(info.encoding.share < 1 for info in model.tensors.values()):
+        if any(info.share < 1 for info in model.tensors.values()):
             yield (
                 f"{model.name} is packed, so its figures are those of a random sample: the entries "
                 "that it holds"

@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from darelib.arithmetic.definition import draw_bits
+from darelib.arithmetic.torch_tensors import Draw, Solutions, TensorMerge, explain_broken
 from darelib.config import DareConfig
 from darelib.core.formats import DTYPES
 from darelib.core.mask import mask_key
 from darelib.core.text import LOG, ConfigError, DareError
-from darelib.kernels.plain import draw_bits
-from darelib.kernels.torch_tensors import Draw, Solutions, TensorMerge, explain_broken
 from darelib.methods import DEFAULT, METHODS
 from darelib.methods.looks import TensorSettings
-from darelib.models.encodings import STATE_DICT_HINT, StateDict, check_state_dict
+from darelib.models.states import STATE_DICT_HINT, StateDict, check_state_dict
 from darelib.plan.checks import check_sample
 from darelib.plan.plan import MergePlan, plan_merge
 from darelib.plan.tensorplan import TensorPlan, find_buffer
@@ -157,7 +157,7 @@ def make_plan(config: DareConfig, states: Sequence[StateDict]) -> StatePlan:
 def _load_gpu() -> ModuleType | None:
     """The kernels for GPUs. Without Triton: None, and the first time a warning."""
     try:
-        from darelib.kernels import gpu
+        from darelib.arithmetic import gpu
     except ImportError as error:
         LOG.warning(
             f"Triton cannot be used ({error}), so torch's operations merge: the same result, far "
@@ -185,9 +185,9 @@ class StateMerge:
         self.base = states[0].state
         self.models = [state.state for state in states[1:]]
         self.out = out
-        self.solutions = solutions or Solutions()
+        self.solutions = solutions
         if solutions:  # of whole matrices, in a search: lambda only multiplies them
-            self.solutions.open(repr(replace(self.config, lambda_coeff=1.0)))
+            solutions.open(repr(replace(self.config, lambda_coeff=1.0)))
         self.places = None if out is None else StateDict("out", out)
         self.merged: dict[str, Tensor] = {}
         on_gpu = any(tensor.is_cuda for tensor in self.base.values())

@@ -9,11 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from darelib.core.arrays import Array, Factors
-from darelib.core.formats import FORMATS, widen
-from darelib.core.interrupts import Interrupts
-from darelib.core.tuning import TUNING
-from darelib.kernels.matrix_engine import (
+from darelib.arithmetic.matrix_engine import (
     Product,
     approximate,
     find_rank,
@@ -22,18 +18,22 @@ from darelib.kernels.matrix_engine import (
     merge_spaces,
     reduce_product,
 )
-from darelib.kernels.plain import encode
-from darelib.kernels.records import Buffers
+from darelib.arithmetic.stored import encode
+from darelib.core.arrays import Array, Factors
+from darelib.core.formats import FORMATS
+from darelib.core.interrupts import Interrupts
+from darelib.core.tuning import TUNING
 from darelib.methods import METHODS
 from darelib.methods.looks import Found
 from darelib.models.checkpoint import Checkpoint
-from darelib.models.encodings import TensorInfo
+from darelib.models.forms import Entry
+from darelib.models.tensor import Described
 from darelib.output.adapter import place_factors
 from darelib.output.prepare import FilePlan, Module
 from darelib.plan.plan import COPY, MERGE, SOLVE, Job
 from darelib.plan.tensorplan import TensorPlan
 from darelib.run.rounds import limit_blas, run_rounds
-from darelib.run.solving import Solver, make_worker
+from darelib.run.solving import Solver, add_solver, make_worker
 from darelib.run.worker import Outcome, Worker, Write
 
 # For each entry of a matrix that becomes a product, as measured; and where the rank is large.
@@ -54,28 +54,28 @@ def estimate_products(plan: FilePlan) -> int:
 class Products:
     """What jobs do whose changes become products. Each of them is a whole tensor."""
 
-    def __init__(self, plan: FilePlan, worker: Worker) -> None:
+    def __init__(self, plan: FilePlan, solver: Solver) -> None:
         self.plan = plan
-        self.worker = worker
-        self.solver = Solver(worker)
+        self.solver = solver
+        self.worker = solver.worker
 
-    def solve(self, job: Job, buffers: Buffers, write: Write) -> None:
+    def solve(self, job: Job, write: Write) -> None:
         """A change that is merged in the space of the adapters needs no whole matrix."""
         if job.tensor.name not in self.plan.modules or not self.solver.read_factors(job.tensor):
-            self.solver.solve(job, buffers, write)
+            self.solver.solve(job, write)
 
-    def write(self, job: Job, buffers: Buffers, write: Write) -> Outcome | None:
+    def write(self, job: Job, write: Write) -> Outcome | None:
         module = self.plan.modules.get(job.tensor.name)
         if module is None:
-            return self.save(job, buffers, write)
+            return self.save(job, write)
         with self.solver.room:
-            change, outcome = self._find_change(job, buffers)
+            change, outcome = self._find_change(job)
             with self.solver.solving, self.share_cores():
                 product = self.factorise(job.tensor, change, module)
         self._write_factors(job.tensor, module, product, write)
         return replace(outcome, energy=(product.kept, product.total))
 
-    def save(self, job: Job, buffers: Buffers, write: Write) -> Outcome | None:
+    def save(self, job: Job, write: Write) -> Outcome | None:
         """Merge or copy a tensor that is held whole, under each of its names."""
         worker = self.worker
         places = [(info.file, worker.place_of(info)) for info in job.tensor.outputs.values()]
@@ -88,15 +88,15 @@ class Products:
         [info, *_] = job.tensor.outputs.values()
         own = replace(job, tensor=replace(job.tensor, outputs={job.tensor.name: info}))
         task = worker.merge if job.tensor.merged else worker.copy
-        return task(own, buffers, put)
+        return task(own, put)
 
-    def measure_rank(self, job: Job, buffers: Buffers, write: Write) -> Outcome:
+    def measure_rank(self, job: Job, write: Write) -> Outcome:
         """Find the rank that holds the wanted share of a change. Nothing is written."""
         module = self.plan.modules.get(job.tensor.name)
         if module is None:
-            return self.skip(job, buffers, write)
+            return self.skip(job, write)
         with self.solver.room:
-            change, outcome = self._find_change(job, buffers)
+            change, outcome = self._find_change(job)
             with self.solver.solving, self.share_cores():
                 squares = self._measure_squares(change, module)
         total = float(squares.sum())
@@ -108,16 +108,16 @@ class Products:
         """While one matrix is decomposed and others are read, BLAS has all threads."""
         return limit_blas(self.plan.threads)
 
-    def skip(self, job: Job, buffers: Buffers, write: Write) -> Outcome:
+    def skip(self, job: Job, write: Write) -> Outcome:
         return Outcome(job.tensor.name, 0, 0)
 
-    def _find_change(self, job: Job, buffers: Buffers) -> tuple[Factors | Array, Outcome]:
+    def _find_change(self, job: Job) -> tuple[Factors | Array, Outcome]:
         """The merged change of a matrix, as factors or whole, and what was counted."""
         tensor = job.tensor
         settings = tensor.settings
         factors = self.solver.read_factors(tensor)
         if not factors:
-            return self._compute(job, buffers)
+            return self._compute(job)
         outcome = Outcome(tensor.name, 0, job.bytes_read, self.solver.sample(tensor, factors))
         method = METHODS[settings.method]
         if method.whole:
@@ -129,13 +129,12 @@ class Products:
         left = np.hstack(lefts) * settings.lambda_coeff
         return (left, np.vstack([right for _, right in factors])), outcome
 
-    def _compute(self, job: Job, buffers: Buffers) -> tuple[Array, Outcome]:
+    def _compute(self, job: Job) -> tuple[Array, Outcome]:
         """The whole change: the merged matrix without the base's."""
         tensor = job.tensor
         base = tensor.base
-        dtype = tensor.spec.output
-        made = np.empty(base.count, FORMATS[dtype].real)
-        info = TensorInfo(dtype, base.shape)
+        made = np.empty(base.count, FORMATS[tensor.dtype].real)
+        info = Entry(tensor.dtype, base.shape)
         first = self.worker.place_of(info)
         raw = made.view(np.uint8).data
 
@@ -143,11 +142,9 @@ class Products:
             raw[place - first : place - first + len(view)] = view
 
         own = replace(tensor, outputs={tensor.name: info})
-        outcome = self.worker.merge(replace(job, tensor=own), buffers, put)
+        outcome = self.worker.merge(replace(job, tensor=own), put)
         for start, count in self.worker.chunks(job):
-            stored = buffers.base[: count * FORMATS[base.dtype].itemsize]
-            self.worker.base.read(base, start, count, stored)
-            made[start : start + count] -= widen(stored, base.dtype)
+            made[start : start + count] -= base.read(start, count)
         return made.reshape(base.shape[0], -1), outcome
 
     def factorise(self, tensor: TensorPlan, change: Factors | Array, module: Module) -> Product:
@@ -185,20 +182,18 @@ class Products:
 
 
 def open_worker(
-    plan: FilePlan,
-    inputs: Sequence[Checkpoint],
-    interrupts: Interrupts,
-    measures_ranks: bool = False,
+    plan: FilePlan, inputs: Sequence[Described], measures_ranks: bool = False
 ) -> Worker:
     """The worker of a plan. measures_ranks: it only finds the ranks that the changes want, if the
     plan depends on them.
     """
-    worker = make_worker(plan, inputs, interrupts)
-    if plan.modules:
-        products = Products(plan, worker)
-        worker.tasks |= {SOLVE: products.solve, MERGE: products.write, COPY: products.save}
-        if measures_ranks and plan.is_measured:
-            worker.tasks |= {MERGE: products.measure_rank, COPY: products.skip}
+    if not plan.modules:
+        return make_worker(plan, inputs)
+    worker = Worker(plan, inputs, plan.list_passes())
+    products = Products(plan, add_solver(worker))
+    worker.tasks |= {SOLVE: products.solve, MERGE: products.write, COPY: products.save}
+    if measures_ranks and plan.is_measured:
+        worker.tasks |= {MERGE: products.measure_rank, COPY: products.skip}
     return worker
 
 
@@ -207,7 +202,7 @@ def settle_ranks(plan: FilePlan, inputs: Sequence[Checkpoint], interrupts: Inter
     if not plan.is_measured:
         return plan
     done: list[tuple[Job, Outcome | None]] = []
-    worker = open_worker(plan, inputs, interrupts, measures_ranks=True)
+    worker = open_worker(plan, inputs, measures_ranks=True)
     run_rounds(
         plan.rounds(), worker, lambda *_: None, lambda *found: done.append(found), interrupts
     )

@@ -1,27 +1,29 @@
-"""One chunk of a tensor, read from all inputs into a thread's buffers, with the bits that ranks
-keep of its mask.
-"""
+"""One chunk of a tensor: read from all inputs, thinned and combined."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Final, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
+from darelib.arithmetic import chunks
+from darelib.arithmetic.chunks import Cut, Seen
+from darelib.arithmetic.definition import multiply_ends
+from darelib.core.arrays import Array
 from darelib.core.drops import Thinning
-from darelib.core.formats import FORMATS, widen
+from darelib.core.formats import FORMATS
+from darelib.core.mask import KEEP_ALL, MASK_BITS, TILE, mask_key
 from darelib.core.text import DareError
 from darelib.core.tuning import TUNING
-from darelib.kernels import Kernel, KernelSpec
-from darelib.kernels.plain import encode
-from darelib.kernels.records import Buffers
-from darelib.models.encodings import Input, TensorInfo
+from darelib.methods import METHODS, OPERATIONS, returns_model
+from darelib.methods.looks import Coefficients, Piece
+from darelib.models.tensor import Described, Known
 from darelib.plan.plan import MergePlan
 from darelib.plan.tensorplan import TensorPlan
 
-Bytes = NDArray[np.uint8]
 BROKEN_HINT: Final = "such a model is broken; use a checkpoint from before that happened"
+NO_BITS: Final = np.zeros(0, np.uint16)
 
 
 @lru_cache(16)
@@ -31,119 +33,228 @@ def find_last_bits(thinning: Thinning, width: int) -> NDArray[np.uint16]:
     return (thresholds - 1).astype(np.uint16)
 
 
-def read(model: Input, info: TensorInfo, start: int, count: int, buffer: Bytes) -> Bytes:
-    """Elements of a tensor, as bytes at the start of buffer."""
-    part = buffer[: count * FORMATS[info.dtype].itemsize]
-    model.read(info, start, count, part)
-    return part
+class TensorChunk:
+    """A chunk of a tensor, with the values of all models that have it."""
 
+    merged: Array
+    peak = np.inf  # the largest |value| of what is merged; infinite where one is not finite
+    base_size = 0.0  # the sum of the base's |values|
 
-def as_floats(row: Bytes, dtype: str, count: int) -> NDArray[Any]:
-    return widen(row[: count * FORMATS[dtype].itemsize], dtype)
+    def __init__(
+        self,
+        tensor: TensorPlan,
+        start: int,
+        base: Array,
+        values: Sequence[Array],
+        cuts: Sequence[Cut],
+        large: float,
+        skipped: int = 0,
+    ) -> None:
+        """skipped: elements at the start that are not counted."""
+        self.tensor = tensor
+        self.start = start
+        self.base = base
+        self.values = values
+        self.cuts = cuts
+        self.last_bits: Sequence[NDArray[np.uint16]] = [NO_BITS] * len(values)
+        self.seen: list[Seen] = []  # of each model, once its delta is thinned
+        self._large = large
+        self._skipped = skipped
+
+    @cached_property
+    def origins(self) -> list[Array]:
+        """What each model's values are the difference from: the base, or zeros."""
+        deltas = [info.is_delta for _, info in self.tensor.finetuned]
+        zeros = np.zeros_like(self.base) if any(deltas) else self.base
+        return [zeros if is_delta else self.base for is_delta in deltas]
+
+    @cached_property
+    def deltas(self) -> list[Array]:
+        with np.errstate(all="ignore"):  # what is not finite is found in the result
+            pairs = zip(self.values, self.origins, strict=True)
+            return [values - origin for values, origin in pairs]
+
+    @cached_property
+    def rows(self) -> NDArray[Any]:
+        """The thinned deltas."""
+        rows = np.empty((len(self.values), len(self.base)), self.base.dtype)
+        first_tile = self.start // TILE
+        for k, row in enumerate(rows):
+            given = (self.values[k], self.origins[k], self.cuts[k], self.last_bits[k])
+            self.seen.append(
+                Seen(*chunks.thin(*given, first_tile, self._skipped, self._large, row))
+            )
+        return rows
+
+    def as_piece(self, sees_dropped: bool = False) -> Piece:
+        rows = self.deltas if sees_dropped else list(self.rows)
+        return Piece(self.base, rows, self.start, self.tensor.base.width)
+
+    # --- for looks ----------------------------------------------------------------------------
+
+    def count_digits(self, row: int, shift: int, prefixes: Any, counts: Any) -> None:
+        given = (self.values[row], self.origins[row], self.cuts[row], self.start // TILE)
+        chunks.count_digits(*given, shift, prefixes, self._raw, counts)
+
+    def count_scores(self, scores: Array, shift: int, prefixes: Any, counts: Any) -> None:
+        chunks.count_sizes(scores, shift, prefixes, self._raw, counts)
+
+    @property
+    def _raw(self) -> Any:
+        return np.uint64 if self.base.dtype == np.float64 else np.uint32
+
+    def add_sizes(self) -> tuple[float, ...]:
+        return tuple(map(chunks.add_sizes, [*self.deltas, *self.rows]))
+
+    def multiply_ends(self, ends: int, from_zero: bool) -> tuple[float, ...]:
+        kept = dict(zip(self.tensor.models, self.rows, strict=True))
+        origin = self.base if from_zero else np.zeros_like(self.base)
+        with np.errstate(all="ignore"):
+            return multiply_ends(origin, kept, ends, chunks.dot)
+
+    def measure(self, row: int, counts: Any) -> tuple[int, int, float, float]:
+        """How many entries of a delta are 0, and large, and the sums of sizes and squares."""
+        found = chunks.measure(self.deltas[row], self._large, counts)
+        zeros, above, size, squares, peak = found
+        self.seen.append(Seen(size, peak, above, len(self.base)))
+        return zeros, above, size, squares
+
+    def compare(self, one: int, other: int) -> tuple[float, int, int, float, float]:
+        return chunks.compare(self.deltas[one], self.deltas[other])
+
+    # --- for the merge ------------------------------------------------------------------------
+
+    def combine(self, own: Coefficients) -> None:
+        """Make the merged values."""
+        settings = self.tensor.settings
+        rows = self.rows
+        has_values = any(not info.is_delta for _, info in self.tensor.finetuned)
+        if returns_model(settings) and has_values:
+            self.merged = np.zeros_like(self.base)
+            self.base_size = chunks.add_sizes(self.base)
+            self.peak, _ = chunks.add_change(self.values[0], self.merged, 1.0)
+            return
+        operation = METHODS[settings.method].operation.name
+        if OPERATIONS[operation].compiled:
+            self.merged = np.empty_like(self.base)
+            if operation != "average":
+                chunks.add_rows(self.base, rows, own.base_share, self.merged)
+            if operation != "sum":
+                weights = np.array(own.weights, np.float64)
+                elects = operation == "elect"
+                chunks.average(rows, weights, own.first_share, elects, self.merged)
+        else:
+            with np.errstate(all="ignore"):
+                merged = OPERATIONS[operation].combine(self.as_piece(), own)
+            self.merged = np.ascontiguousarray(merged)
+        self.add_change()
+
+    def take_change(self, changes: Mapping[int, Array]) -> None:
+        """Make the merged values of a solved change: of whole matrices, by their first element."""
+        self.merged = np.zeros_like(self.base)
+        stop = self.start + len(self.base)
+        for first, change in changes.items():
+            low = max(first, self.start)
+            high = min(first + len(change), stop)
+            if low < high:
+                own = slice(low - self.start, high - self.start)
+                self.merged[own] = change[low - first : high - first]
+        self.add_change()
+
+    def add_change(self) -> None:
+        lambda_coeff = self.tensor.settings.lambda_coeff
+        self.peak, self.base_size = chunks.add_change(self.base, self.merged, lambda_coeff)
 
 
 class ChunkReader:
-    def __init__(
-        self, plan: MergePlan, inputs: Sequence[Input], kernels: Mapping[KernelSpec, Kernel]
-    ) -> None:
+    def __init__(self, plan: MergePlan, inputs: Sequence[Described]) -> None:
         self._plan = plan
-        self._base = inputs[0]
         self._models = inputs[1:]
-        self._kernels = kernels
+        self._names = [model.name for model in inputs]
         # Last bits by tensor and start, which the merge wants again after a look.
-        self._ranked: dict[tuple[str, int], NDArray[np.uint16]] = {}
+        self._ranked: dict[tuple[str, int], list[NDArray[np.uint16]]] = {}
+
+    def make_cuts(self, tensor: TensorPlan, own: Coefficients, is_merge: bool = False) -> list[Cut]:
+        """How each model is thinned. is_merge: what was dropped before is not dropped again."""
+        return [
+            make_cut(tensor, row, self._plan.seeds[i], own, is_merge)
+            for row, (i, _) in enumerate(tensor.finetuned)
+        ]
 
     def load(
-        self, tensor: TensorPlan, start: int, count: int, buffers: Buffers, remember: bool = False
-    ) -> None:
-        """Read a chunk of every input. remember: what is found about it will be wanted again."""
-        rank = self._kernels.get(tensor.rank_spec) if tensor.rank_spec else None
-        last_bits = self._ranked.pop((tensor.name, start), None)
-        if last_bits is not None:
-            buffers.last_bits[: len(last_bits), :count] = last_bits
-        elif rank:
-            self._rank(rank, tensor, start, count, buffers, remember)
-        base = read(self._base, tensor.base, start, count, buffers.base)
-        for row in range(len(tensor.finetuned)):
-            self._load_model(tensor, row, start, base, buffers.finetuned[row], count)
-
-    def load_rows(
-        self, tensor: TensorPlan, start: int, count: int, buffers: Buffers
-    ) -> tuple[int, int] | None:
-        """Read all rows that start in a chunk, of the base and of the only model. Gives where they
-        begin, and how many elements they have; a row may be longer than a chunk.
-        """
-        width = tensor.base.width
-        first = -(-start // width) * width
-        elements = -(-(start + count) // width) * width - first
-        if not elements:
-            return None
-        base = read(self._base, tensor.base, first, elements, buffers.rows[0])
-        self._load_model(tensor, 0, first, base, buffers.rows[1], elements)
-        return first, elements
-
-    def load_change(
         self,
         tensor: TensorPlan,
         start: int,
         count: int,
-        buffers: Buffers,
-        changes: Mapping[int, NDArray[Any]],
-    ) -> None:
-        """Read a chunk of the base, with its change as the only model's. changes: of whole
-        matrices, by their first element.
-        """
-        read(self._base, tensor.base, start, count, buffers.base)
-        row = buffers.finetuned[0].view(FORMATS[tensor.spec.finetuned].real)
-        stop = start + count
-        for first, change in changes.items():
-            low = max(first, start)
-            high = min(first + len(change), stop)
-            if low < high:
-                row[low - start : high - start] = change[low - first : high - first]
+        cuts: Sequence[Cut],
+        is_mask: bool = False,
+        remember: bool = False,
+        skipped: int = 0,
+    ) -> TensorChunk:
+        """Read a chunk of every input: zeros, if the tensor is a mask.
 
-    def keeps_base(
-        self, tensor: TensorPlan, chunks: Iterable[tuple[int, int]], buffers: Buffers
-    ) -> bool:
+        remember: what is found about it will be wanted again. cuts: of the models that are read.
+        skipped: elements at the start that are not counted.
+        """
+        known = Known(tensor.base, tensor.base.read(start, count))
+        base = known.values.astype(FORMATS[tensor.real].real, copy=False)
+        models = range(len(cuts))
+        values = [self._read_model(tensor, row, start, count, base, known) for row in models]
+        if is_mask:
+            base = np.zeros_like(base)
+            values = [base for _ in values]
+        large = self._plan.config.delta_threshold
+        chunk = TensorChunk(tensor, start, base, values, cuts, large, skipped)
+        if tensor.ranks and cuts:
+            last_bits = self._ranked.pop((tensor.name, start), None)
+            chunk.last_bits = last_bits or self._rank(tensor, start, count, remember)
+        return chunk
+
+    def load_rows(
+        self, tensor: TensorPlan, start: int, count: int, cuts: Sequence[Cut]
+    ) -> TensorChunk | None:
+        """Read all rows that start in a chunk; a row may be longer than that."""
+        width = tensor.base.width
+        first = -(-start // width) * width
+        elements = -(-(start + count) // width) * width - first
+        return self.load(tensor, first, elements, cuts) if elements else None
+
+    def keeps_base(self, tensor: TensorPlan, ranges: Iterable[tuple[int, int]]) -> bool:
         """Whether a tensor is a mask, with -inf in it and nothing else that is not finite, and no
         model has other values, or they do not count.
         """
         is_mask = False
-        for start, count in chunks:
-            self.load(tensor, start, count, buffers)
-            base = as_floats(buffers.base, tensor.base.dtype, count)
-            rows = buffers.finetuned[: len(tensor.finetuned)]
-            models = [as_floats(row, tensor.spec.finetuned, count) for row in rows]
+        for start, count in ranges:
+            none = [Cut(0, 0)] * len(tensor.finetuned)
+            chunk = self.load(tensor, start, count, none)
+            base = chunk.base
             finite = base[np.isfinite(base)]
-            fits = float(abs(finite).max(initial=0)) < FORMATS[tensor.spec.output].limit
-            equal = all(np.array_equal(base, values) for values in models)
+            fits = float(abs(finite).max(initial=0)) < FORMATS[tensor.dtype].limit
+            equal = all(np.array_equal(base, values) for values in chunk.values)
             if not fits or not (equal or tensor.settings.lambda_coeff == 0):
                 return False
-            if not all(values.max() < np.inf for values in (base, *models)):
+            if not all(values.max() < np.inf for values in (base, *chunk.values)):
                 return False
-            is_mask |= any(values.min() == -np.inf for values in (base, *models))
+            is_mask |= any(values.min() == -np.inf for values in (base, *chunk.values))
         return is_mask
 
-    def explain_non_finite(
-        self, tensor: TensorPlan, chunks: Sequence[tuple[int, int]], buffers: Buffers
-    ) -> NoReturn:
+    def explain_non_finite(self, tensor: TensorPlan, ranges: Sequence[tuple[int, int]]) -> NoReturn:
         """Name the first value that no merge can use.
 
         Off the fast path, so it reads again and looks with NumPy.
         """
-        inputs = [(self._base, tensor.base)]
-        inputs += [(self._models[i], info) for i, info in tensor.finetuned]
+        inputs = [(self._names[0], tensor.base)]
+        inputs += [(self._names[1 + i], info) for i, info in tensor.finetuned]
         for model, info in inputs:
-            for start, count in chunks:
-                present = max(0, min(count, info.count - start))
-                values = widen(read(model, info, start, present, buffers.base), info.dtype)
+            for start, count in ranges:
+                values = info.read(start, max(0, min(count, info.count - start)))
                 bad = np.flatnonzero(~np.isfinite(values))
                 if bad.size:
                     place = tensor.base.place_of(start + int(bad[0]))
                     value = values[bad[0]]
                     mask = f"--rule '{tensor.name}:lambda_coeff=0' keeps the base's mask; a weight"
                     raise DareError(
-                        f"{model.name!r}: tensor {tensor.name!r} holds {value} at {place}",
+                        f"{model!r}: tensor {tensor.name!r} holds {value} at {place}",
                         f"{mask} like that is broken" if value == -np.inf else BROKEN_HINT,
                     )
         raise DareError(
@@ -152,59 +263,77 @@ class ChunkReader:
             "lower lambda_coeff, the weights or the drop rate, or choose a wider dtype",
         )
 
-    def take_base(self, tensor: TensorPlan, start: int, count: int, buffers: Buffers) -> None:
-        """Put the base's values where a kernel puts its result."""
-        raw = read(self._base, tensor.base, start, count, buffers.base)
-        values = encode(widen(raw, tensor.base.dtype), tensor.spec.output).view(np.uint8)
-        buffers.output[: len(values)] = values
-
     def _rank(
-        self,
-        rank: Kernel,
-        tensor: TensorPlan,
-        start: int,
-        count: int,
-        buffers: Buffers,
-        remember: bool,
-    ) -> None:
+        self, tensor: TensorPlan, start: int, count: int, remember: bool
+    ) -> list[NDArray[np.uint16]]:
         """Find the last bits that are kept in a chunk, which whole rows decide."""
         width = tensor.base.width
         first = start // width * width
         elements = -(-(start + count) // width) * width - first
-        base = read(self._base, tensor.base, first, elements, buffers.rows[0])
-        values = buffers.rows[1]
-        found = buffers.last_bits[: len(tensor.finetuned), :count]
-        for row, (i, info) in enumerate(tensor.finetuned):
+        chunk = TensorChunk(tensor, first, *self._read_rows(tensor, first, elements), (), 0.0)
+        found = []
+        for (i, _), delta in zip(tensor.finetuned, chunk.deltas, strict=True):
             thinning = tensor.settings.thinnings[i]
+            last_bits = NO_BITS
             if thinning.scheme.thresholds:
-                self._load_model(tensor, row, first, base, values, elements)
+                sizes = np.abs(delta).view(f"u{delta.itemsize}")
                 by_rank = find_last_bits(thinning, width)
-                last_bits = found[row]
-                rank(base, values, by_rank, buffers.order, last_bits, start - first, info.is_delta)
-        room = (len(self._ranked) + 1) * self._plan.chunk * len(found) * found.itemsize
+                last_bits = chunks.rank_rows(sizes, by_rank, start - first, count)
+            found.append(last_bits)
+        room = (len(self._ranked) + 1) * self._plan.chunk * len(found) * 2
         if remember and room <= TUNING.ranked_bytes:
-            self._ranked[tensor.name, start] = found.copy()
+            self._ranked[tensor.name, start] = found
+        return found
 
-    def _load_model(
-        self, tensor: TensorPlan, row: int, start: int, base: Bytes, values: Bytes, count: int
-    ) -> None:
-        """Read elements of one model into values. base: the same of the base, for rows that the
-        model lacks.
-        """
-        i, info = tensor.finetuned[row]
-        wanted = FORMATS[tensor.spec.finetuned]
+    def _read_rows(self, tensor: TensorPlan, start: int, count: int) -> tuple[Array, list[Array]]:
+        base = tensor.base.read(start, count).astype(FORMATS[tensor.real].real, copy=False)
+        models = range(len(tensor.finetuned))
+        return base, [self._read_model(tensor, row, start, count, base) for row in models]
+
+    def _read_model(
+        self,
+        tensor: TensorPlan,
+        row: int,
+        start: int,
+        count: int,
+        base: Array,
+        known: Known | None = None,
+    ) -> Array:
+        """Read elements of one model. base: the same of the base, for rows that the model lacks."""
+        _, info = tensor.finetuned[row]
         present = max(0, min(count, info.count - start))  # less, where the model has fewer rows
-        stored = values[: present * FORMATS[info.dtype].itemsize]
-        known = base if info.encoding.base is tensor.base else None
-        self._models[i].read(info, start, present, stored, known)
-        if info.dtype != tensor.spec.finetuned:
-            values.view(wanted.real)[:present] = widen(stored.copy(), info.dtype)
+        values = info.read(start, present, known).astype(base.dtype, copy=False)
         if present == count:
-            return
-        missing = slice(present * wanted.itemsize, count * wanted.itemsize)
-        if info.is_delta:
-            values[missing] = 0
-        elif tensor.base.dtype == tensor.spec.finetuned:
-            values[missing] = base[present * wanted.itemsize :]
-        else:
-            values.view(wanted.real)[present:count] = widen(base, tensor.base.dtype)[present:]
+            return values
+        rest = np.zeros(count - present, base.dtype) if info.is_delta else base[present:]
+        return np.concatenate([values, rest])
+
+
+def make_cut(tensor: TensorPlan, row: int, seed: int, own: Coefficients, is_merge: bool) -> Cut:
+    i, _ = tensor.finetuned[row]
+    thinning = tensor.settings.thinnings[i]
+    threshold = thinning.threshold
+    if is_merge and tensor.is_thinned(row):
+        threshold = KEEP_ALL
+    draws = threshold < KEEP_ALL or thinning.scheme.thresholds is not None
+    bounds = own.bounds[row]
+    cut = Cut(
+        *mask_key(seed, tensor.mask_names[row]),
+        threshold=threshold,
+        draws=draws,
+        divided=thinning.divides_each,
+        scale=float(own.scales[row]),
+        floor=float(own.floors[row]),
+    )
+    if bounds is None:
+        return cut
+    low, high, at_low, at_high = bounds
+    draws = draws or at_low + at_high < 2 << MASK_BITS
+    return cut._replace(
+        draws=draws,
+        bounded=True,
+        low=float(low),
+        high=float(high),
+        at_low=int(at_low),
+        at_high=int(at_high),
+    )

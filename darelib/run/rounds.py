@@ -1,4 +1,4 @@
-"""Jobs in threads, which the kernels let run side by side: all of a round before the next."""
+"""Jobs in threads: all of a round before the next. Compiled functions let them run side by side."""
 
 import sys
 import threading
@@ -13,7 +13,6 @@ from threadpoolctl import ThreadpoolController
 
 from darelib.core.interrupts import Interrupts
 from darelib.core.tuning import TUNING
-from darelib.kernels.records import Buffers
 from darelib.plan.plan import Job
 from darelib.run.worker import Abandoned, Outcome, Worker, Write
 
@@ -39,15 +38,15 @@ def run_rounds(
     """Run all jobs of a round before the next. note is called with each job and what it found, one
     at a time.
 
-    Each thread has buffers of its own. Of several failures, the first in the jobs' order is raised.
+    Of several failures, the first in the jobs' order is raised.
     """
-    buffers = [worker.make_buffers() for _ in range(worker.plan.threads)]
+    threads = worker.plan.threads
     lock = threading.Lock()
     stop = threading.Event()
     failures: dict[int, BaseException] = {}
     running: set[Future[None]] = set()
 
-    def loop(jobs: Iterator[Job], own: Buffers) -> None:
+    def loop(jobs: Iterator[Job]) -> None:
         order = -1
         try:
             while not stop.is_set():
@@ -56,7 +55,7 @@ def run_rounds(
                 if job is None:
                     return
                 order = job.order
-                outcome = worker.run(job, own, write)
+                outcome = worker.run(job, write)
                 with lock:
                     note(job, outcome)
         except Abandoned:
@@ -66,10 +65,10 @@ def run_rounds(
             stop.set()
 
     # Each job has one core: BLAS would start as many threads as there are cores for each of them.
-    with limit_blas(1), ThreadPoolExecutor(len(buffers)) as pool:
+    with limit_blas(1), ThreadPoolExecutor(threads) as pool:
         try:
             for jobs in rounds:
-                running = {pool.submit(loop, jobs, own) for own in buffers}
+                running = {pool.submit(loop, jobs) for _ in range(threads)}
                 while running:
                     running = wait(running, TUNING.poll_seconds).not_done
                     interrupts.check()

@@ -7,7 +7,7 @@ A matrix that only adapters change, and of which nothing is dropped, is never mu
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -15,23 +15,19 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from darelib.arithmetic.chunks import add_sizes
+from darelib.arithmetic.matrix_engine import MatrixEngine, find_whole, merge_factors
 from darelib.core.arrays import Factors
 from darelib.core.formats import FORMATS
-from darelib.core.interrupts import Interrupts
 from darelib.core.mask import TILE
 from darelib.core.pieces import Crew, employ
 from darelib.core.tuning import TUNING
-from darelib.kernels.fallback import thin_chunk
-from darelib.kernels.matrix_engine import MatrixEngine, find_whole, merge_factors
-from darelib.kernels.records import Buffers
 from darelib.methods.looks import Found, weigh_for_look
-from darelib.models.checkpoint import Checkpoint
-from darelib.models.encodings import TensorInfo
+from darelib.models.tensor import Described
 from darelib.plan.plan import SOLVE, Job, MergePlan
 from darelib.plan.tensorplan import TensorPlan
-from darelib.run.worker import Abandoned, MatrixChange, Tally, Worker, Write, find_peaks
+from darelib.run.worker import Abandoned, Counts, MatrixChange, Tally, Worker, Write
 
-Moved = tuple[dict[int, Tally], list[Any]]
 # Copies that are held at a time while a matrix is solved, as measured: of itself, besides the
 # models' deltas, and of the Gram matrix of its longer side.
 MATRIX_COPIES: Final = 4
@@ -93,7 +89,7 @@ def count_operations(tensor: TensorPlan) -> int:
 
 def is_precise(tensor: TensorPlan) -> bool:
     """Whether a tensor is solved in float64."""
-    return FORMATS[tensor.spec.output].bits > 16
+    return FORMATS[tensor.dtype].bits > 16
 
 
 def find_added_rank(tensor: TensorPlan) -> int:
@@ -122,7 +118,7 @@ class Solver:
         self.changing = threading.Lock()
         self.crew = Crew(ThreadPoolExecutor(worker.plan.threads))
 
-    def solve(self, job: Job, buffers: Buffers, write: Write) -> None:
+    def solve(self, job: Job, write: Write) -> None:
         """Find the merged change of one matrix. It is written in a later round."""
         tensor = job.tensor
         look, _ = self.worker.passes[tensor.name][job.look_pass]
@@ -136,12 +132,8 @@ class Solver:
             if factors := self.read_factors(tensor):
                 tallies = self.sample(tensor, factors)
                 merge = partial(merge_factors, factors)
-            elif moved := self._try_to_move(job):
-                tallies, on_gpu = moved
-                merge = partial(self.engine.merge, on_gpu, precise=precise)
             else:
-                deltas = self._gather(job, buffers, look.found)
-                tallies = self.worker.count(job, buffers)
+                deltas, tallies = self._gather(job, look.found)
                 merge = partial(self.engine.merge, [*deltas], precise=precise)
             with nullcontext() if is_small else self.solving, self.count(job, is_small):
                 merged = merge(weights=weights, settings=tensor.settings)
@@ -176,7 +168,7 @@ class Solver:
         """The factors of a matrix that is merged in the space of its adapters; of others none."""
         if not find_added_rank(tensor):
             return []
-        found = [info.encoding.read_factors(info) for _, info in tensor.finetuned]
+        found = [info.read_factors() for _, info in tensor.finetuned]
         factors = [each for each in found if each is not None]
         is_finite = all(np.isfinite(each).all() for pair in factors for each in pair)
         return factors if is_finite else []
@@ -191,7 +183,7 @@ class Solver:
         share = rows / len(chosen)
         base_sum = 0.0
         for row in chosen.tolist():
-            values = self.worker.base.sample(tensor.name, tensor.base, row * columns, columns)
+            values = tensor.base.read(row * columns, columns)
             base_sum += float(np.abs(values).sum())
         tallies = {}
         for i, (left, right) in zip(tensor.models, factors, strict=True):
@@ -207,80 +199,45 @@ class Solver:
             )
         return tallies
 
-    def _try_to_move(self, job: Job) -> Moved | None:
-        """Where nothing is dropped and there is a GPU with room: the deltas there. None: they are
-        to be gathered here.
-        """
-        is_delta = any(info.is_delta for _, info in job.tensor.finetuned)
-        if not self.engine.on_gpu or is_delta or not job.tensor.is_simple:
-            return None
-        with suppress(self.engine.no_memory):
-            return self._move(job)
-        return None
-
-    def _move(self, job: Job) -> Moved | None:
-        """What is counted, and the deltas on the GPU, to which stored values are sent."""
-        tensor = job.tensor
-        count = job.stop - job.start
-        stored = self._read_stored(self.worker.base, tensor.base, job.start, count)
-        base = self.engine.upload(stored, tensor.base.dtype)
-        base_sum, _, _ = self.engine.describe(base)
-        tallies = {}
-        deltas = []
-        for i, info in tensor.finetuned:
-            known = stored if info.encoding.base is tensor.base else None
-            raw = self._read_stored(self.worker.models[i], info, job.start, count, known)
-            delta = self.engine.upload(raw, info.dtype) - base
-            total, peak, above = self.engine.describe(delta, self.delta_threshold)
-            if not np.isfinite(peak):
-                return None
-            tallies[i] = Tally(count, total, peak, above, count, float(count), base_sum)
-            deltas.append(delta.reshape(tensor.matrices.rows if tensor.matrices else 1, -1))
-        return tallies, deltas
-
-    def _read_stored(
-        self,
-        model: Checkpoint,
-        info: TensorInfo,
-        start: int,
-        count: int,
-        base: NDArray[np.uint8] | None = None,
-    ) -> NDArray[np.uint8]:
-        raw = np.empty(count * FORMATS[info.dtype].itemsize, np.uint8)
-        model.read(info, start, count, raw, base)
-        return raw
-
-    def _gather(self, job: Job, buffers: Buffers, found: Found) -> NDArray[Any]:
-        """The thinned deltas of one matrix, of each model that has it."""
-        deltas = self._read_deltas(job, buffers, found)
-        if not np.isfinite(find_peaks(job.tensor, buffers, len(deltas))).all():
-            self.worker.check_mask(job, buffers)
-            deltas = self._read_deltas(job, buffers, found, is_mask=True)
-        return deltas
+    def _gather(self, job: Job, found: Found) -> tuple[NDArray[Any], dict[int, Tally]]:
+        """The thinned deltas of one matrix, of each model that has it, and what was counted."""
+        deltas, counts = self._read_deltas(job, found)
+        if not counts.is_finite:
+            self.worker.check_mask(job)
+            deltas, counts = self._read_deltas(job, found, is_mask=True)
+        return deltas, counts.make_tallies(job)
 
     def _read_deltas(
-        self, job: Job, buffers: Buffers, found: Found, is_mask: bool = False
-    ) -> NDArray[Any]:
+        self, job: Job, found: Found, is_mask: bool = False
+    ) -> tuple[NDArray[Any], Counts]:
         worker = self.worker
         tensor = job.tensor
-        models = len(tensor.finetuned)
-        worker.describe(tensor, buffers, weigh_for_look(tensor.settings, tensor.models, found))
-        real = FORMATS[tensor.spec.real].real
-        deltas = np.empty((models, job.stop - job.start), real)
+        own = weigh_for_look(tensor.settings, tensor.models, found)
+        cuts = worker.reader.make_cuts(tensor, own)
+        real = FORMATS[tensor.real].real
+        deltas = np.empty((len(cuts), job.stop - job.start), real)
+        counts = Counts()
         first = job.start // TILE * TILE  # masks are drawn by whole tiles
         for start, count in worker.chunks(replace(job, start=first)):
-            worker.load(tensor, start, count, buffers, Found(), is_mask)
             skipped = max(0, job.start - start)
+            chunk = worker.reader.load(tensor, start, count, cuts, is_mask, skipped=skipped)
             place = start + skipped - job.start
-            with np.errstate(all="ignore"):  # values that are not finite are found afterwards
-                _, rows = thin_chunk(tensor.spec, buffers, count, models, start // TILE, skipped)
-            deltas[:, place : place + count - skipped] = rows
-        return deltas.reshape(models, tensor.matrices.rows, -1) if tensor.matrices else deltas
+            deltas[:, place : place + count - skipped] = chunk.rows[:, skipped:]
+            chunk.base_size = add_sizes(chunk.base[skipped:])
+            counts.add(chunk)
+        rows = tensor.matrices.rows if tensor.matrices else 1
+        return deltas.reshape(len(cuts), rows, -1), counts
 
 
-def make_worker(plan: MergePlan, inputs: Sequence[Checkpoint], interrupts: Interrupts) -> Worker:
+def add_solver(worker: Worker) -> Solver:
+    solver = Solver(worker)
+    worker.tasks[SOLVE] = solver.solve
+    return solver
+
+
+def make_worker(plan: MergePlan, inputs: Sequence[Described]) -> Worker:
     """The worker of a plan that merges, whatever becomes of what is merged."""
-    worker = Worker(plan, inputs, plan.list_passes(), plan.specs(), interrupts)
+    worker = Worker(plan, inputs, plan.list_passes())
     if any(tensor.matrices for tensor in plan.tensors):
-        worker.tasks[SOLVE] = Solver(worker).solve
+        add_solver(worker)
     return worker

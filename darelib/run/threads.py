@@ -59,8 +59,7 @@ def run(order: Order) -> Made:
     if order.part:
         return run_part(order, *order.part)
     order = replace(order, plan=settle_ranks(order.plan, order.inputs, order.interrupts))
-    # Kernels are compiled first: so long as nothing is written, there is nothing to tidy up.
-    worker = open_worker(order.plan, order.inputs, order.interrupts)
+    worker = open_worker(order.plan, order.inputs)
 
     def make(output: Output) -> Made:
         return order.plan, run_merge(order.plan, worker, output, order.interrupts)
@@ -118,7 +117,7 @@ def make_part(
 
     identity: of the whole merge. Gives what all jobs of the files found.
     """
-    worker = open_worker(part, inputs, interrupts)
+    worker = open_worker(part, inputs)
     with OutputPart(part.output, part.files, identity) as files:
         outcomes = run_merge(part, worker, files, interrupts)
         check_unchanged(inputs)

@@ -1,41 +1,40 @@
-"""One job: read ranges of the inputs, let a kernel compute, write ranges of the output."""
+"""One job: read ranges of the inputs, compute, write ranges of the output."""
 
 from __future__ import annotations
 
+import math
 import operator
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from typing import Any, Final, NamedTuple, Self, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from darelib.arithmetic.chunks import Cut, Seen
+from darelib.arithmetic.engine import ENGINE
 from darelib.core.formats import FORMATS
-from darelib.core.interrupts import Interrupts
-from darelib.core.mask import KEEP_ALL, MASK_BITS, TILE, mask_key
+from darelib.core.mask import MASK_BITS
 from darelib.core.text import DareError, list_names
-from darelib.kernels import KernelSpec
-from darelib.kernels.engines import load_kernels
-from darelib.kernels.fallback import examine, examine_rows
-from darelib.kernels.records import Buffers
-from darelib.methods import METHODS, returns_model
-from darelib.methods.looks import Coefficients, Found, Look, weigh_for_look
-from darelib.models.checkpoint import QUANTISE_HINT, Checkpoint
-from darelib.models.encodings import Described, Target, TensorInfo
+from darelib.methods import METHODS
+from darelib.methods.looks import Coefficients, Found, Look, fold_columns, weigh_for_look
+from darelib.models.checkpoint import QUANTISE_HINT
+from darelib.models.forms import Entry, Target
 from darelib.models.fp8 import UNREAD_HINTS
+from darelib.models.tensor import Described
 from darelib.plan.checks import check_distance
 from darelib.plan.plan import COPY, LOOK, MERGE, Job, MergePlan
 from darelib.plan.tensorplan import TensorPlan
-from darelib.run.reading import ChunkReader
+from darelib.run.reading import ChunkReader, TensorChunk
 
 Sums = TypeVar("Sums", bound=NamedTuple)
 
 
 class Tally(NamedTuple):
-    """What the kernels counted, for one model and one or all tensors."""
+    """What was counted, for one model and one or all tensors."""
 
     parameters: int = 0
     sum: float = 0.0
@@ -125,10 +124,7 @@ def explain_copied(model: str, names: Sequence[str]) -> str:
 # Writes bytes into one of the plan's files, from a place on. It may also only compare them.
 Write: TypeAlias = Callable[[int, memoryview, int], None]
 # What is done for a job of one kind. It gives what was found; None: the job only looked.
-Task: TypeAlias = Callable[[Job, Buffers, Write], Outcome | None]
-
-# Where the bit patterns of infinities and NaNs begin, without their signs.
-INFINITIES: Final = {32: 0x7F80_0000, 64: 0x7FF0_0000_0000_0000}
+Task: TypeAlias = Callable[[Job, Write], Outcome | None]
 
 
 class Abandoned(Exception):
@@ -136,55 +132,32 @@ class Abandoned(Exception):
 
 
 class Worker:
-    """Runs the jobs of one plan: any of them, in any order, in any thread that brings its own
-    buffers. tasks says what is done for each kind of job.
+    """Runs the jobs of one plan: any of them, in any order, in any thread. tasks says what is done
+    for each kind of job.
     """
 
     def __init__(
         self,
         plan: MergePlan,
-        inputs: Sequence[Checkpoint],
+        inputs: Sequence[Described],
         passes: Mapping[str, Sequence[tuple[Look, int]]],
-        specs: Collection[KernelSpec],
-        interrupts: Interrupts,
     ) -> None:
-        """passes: by tensor, the looks before its merge. specs: the kernels of the tasks; those of
-        looks and of inputs come on top.
-        """
+        """passes: by tensor, the looks before its merge."""
         self.plan = plan
-        self.base = inputs[0]
-        self.models = inputs[1:]
+        self.inputs = inputs
         self.passes = passes
         self.tasks: dict[str, Task] = {LOOK: self.look, MERGE: self.merge, COPY: self.copy}
         self.abandoned = threading.Event()  # set to make all jobs stop at once
         self.advance: Callable[[int], None] = lambda steps: None  # shows progress within a job
         self.written: list[Found] = []  # their solved changes are not needed in the next round
+        self.reader = ChunkReader(plan, inputs)
         self._lock = threading.Lock()
         self._looked = Counter[str]()  # by tensor: how many elements a pass has seen
         self._masks: dict[str, bool] = {}  # by tensor with infinities: whether it is a mask
-        wanted = {spec for model in inputs for spec in model.specs} | {*specs}
-        for tensor in plan.tensors:
-            looks = [look for look, _ in passes.get(tensor.name, ()) if look.kernel]
-            wanted |= {tensor.look_spec(look) for look in looks}
-        self.kernels = load_kernels(wanted, plan.config.engine, interrupts, count_work(plan))
-        self.reader = ChunkReader(plan, inputs, self.kernels)
-        for model in inputs:
-            model.prepare(self.kernels, len(inputs))
+        ENGINE.choose(plan.config.engine, count_work(plan))
 
-    def make_buffers(self) -> Buffers:
-        looks = [look for passes in self.passes.values() for look, _ in passes]
-        ranks = any(spec.kind == "rank" for spec in self.kernels)
-        reads_rows = ranks or any(look.of_rows for look in looks)
-        return Buffers(
-            models=len(self.models),
-            row_bytes=self.plan.chunk * self.plan.itemsize,
-            kernels={look.kernel for look in looks},
-            ranked=self.plan.ranked if reads_rows else 0,
-            counters=max((look.counters for look in looks), default=0),
-        )
-
-    def run(self, job: Job, buffers: Buffers, write: Write) -> Outcome | None:
-        return self.tasks[job.kind](job, buffers, write)
+    def run(self, job: Job, write: Write) -> Outcome | None:
+        return self.tasks[job.kind](job, write)
 
     def chunks(self, job: Job) -> Iterator[tuple[int, int]]:
         """Where each chunk starts, and how long it is."""
@@ -193,252 +166,219 @@ class Worker:
                 raise Abandoned
             yield start, min(self.plan.chunk, job.stop - start)
 
-    def place_of(self, output: TensorInfo) -> int:
+    def place_of(self, output: Entry) -> int:
         return len(self.plan.files[output.file].header) + output.offset
 
     # --- what jobs do -------------------------------------------------------------------------
 
-    def look(self, job: Job, buffers: Buffers, write: Write) -> None:
+    def look(self, job: Job, write: Write) -> None:
         """Look at a range before its tensor is merged. After the last range of a pass, the look
         draws its conclusion.
         """
         name = job.tensor.name
         look, look_pass = self.passes[name][job.look_pass]
-        if not self._look_at(job, buffers, look, look_pass):
-            self.check_mask(job, buffers)
-            self._look_at(job, buffers, look, look_pass, is_mask=True)
+        noted, is_finite = self._look_at(job, look, look_pass)
+        if not is_finite:
+            self.check_mask(job)
+            noted, _ = self._look_at(job, look, look_pass, is_mask=True)
         with self._lock:
-            look.add_job(job.start, job.stop, buffers)
+            if noted is not None:
+                look.add(noted)
             self._looked[name] += job.stop - job.start
             if self._looked[name] == job.tensor.length:
                 del self._looked[name]
                 look.conclude(look_pass)
 
-    def merge(self, job: Job, buffers: Buffers, write: Write) -> Outcome:
+    def merge(self, job: Job, write: Write) -> Outcome:
         tensor = job.tensor
         look = self.passes[tensor.name][-1][0] if tensor.name in self.passes else None
         found = look.found if look else Found()
-        if not self._merge_range(job, buffers, write, look, found):
-            self.check_mask(job, buffers)
-            self._merge_range(job, buffers, write, look, found, is_mask=True)
+        counts = self._merge_range(job, write, look, found)
+        if counts is None:
+            self.check_mask(job)
+            counts = self._merge_range(job, write, look, found, is_mask=True)
+            assert counts
         if found.change is None:
-            tallies = self.count(job, buffers)
+            tallies = counts.make_tallies(job)
         else:
             # A whole tensor was counted when it was solved: its first job has the tallies.
             tallies = found.change.sum_tallies() if job.start == 0 else {}
             self.written.append(found)
         return Outcome(tensor.name, job.start, job.bytes_read, tallies)
 
-    def copy(self, job: Job, buffers: Buffers, write: Write) -> Outcome:
+    def copy(self, job: Job, write: Write) -> Outcome:
         tensor = job.tensor
         outcome = Outcome(tensor.name, job.start, job.bytes_read)
         place = self.place_of(tensor.output)
         for start, size in self.chunks(job):
-            mine = buffers.base[:size]
-            theirs = buffers.output[:size]
-            tensor.base.encoding.read_stored(self.base, tensor.base, start, mine.data)
+            mine = tensor.base.read_raw(start, size)
             for i, info in tensor.finetuned:
                 alike = (info.dtype, info.shape) == (tensor.base.dtype, tensor.base.shape)
-                if alike:
-                    info.encoding.read_stored(self.models[i], info, start, theirs.data)
-                if not alike or not np.array_equal(mine, theirs):
+                if not alike or not np.array_equal(mine, info.read_raw(start, size)):
                     outcome.differing.add(i)
             write(tensor.output.file, mine.data, place + start)
         if outcome.differing and tensor.quantised:
             hint = UNREAD_HINTS.get(tensor.base.dtype, QUANTISE_HINT)
-            raise explain_quantised(tensor, self.models[min(outcome.differing)].name, hint)
+            raise explain_quantised(tensor, self.inputs[1 + min(outcome.differing)].name, hint)
         return outcome
 
     # --- how they do it -----------------------------------------------------------------------
 
     def _look_at(
-        self, job: Job, buffers: Buffers, look: Look, look_pass: int, is_mask: bool = False
-    ) -> bool:
-        """Let a look's kernel see a range. Gives whether all deltas are finite."""
+        self, job: Job, look: Look, look_pass: int, is_mask: bool = False
+    ) -> tuple[Any, bool]:
+        """What a look notes of a range, and whether all deltas that it sees are finite."""
         tensor = job.tensor
-        models = len(tensor.finetuned)
-        if look.merges:
-            models = self.describe_merge(tensor, buffers, look.found)
-        else:
-            self.describe(tensor, buffers, look.weigh())
-        look.describe(buffers, look_pass)
+        own = self.weigh(tensor, look.found) if look.merges else look.weigh()
+        cuts = self.reader.make_cuts(tensor, own, look.merges)
+        noted: Any = None
+        is_finite = True
         for start, count in self.chunks(job):
             if look.of_rows:
-                if rows := self.reader.load_rows(tensor, start, count, buffers):
-                    examine_rows(look, tensor.spec, buffers, *rows)
-                continue
-            self.load(tensor, start, count, buffers, look.found, is_mask, tensor.encoding.rereads)
-            if look.kernel:
-                self.kernels[tensor.look_spec(look)](buffers, count, models, start // TILE)
-                look.add_chunk(start, count, buffers)
+                chunk = self.reader.load_rows(tensor, start, count, cuts)
             else:
-                examine(look, tensor.spec, buffers, count, models, start // TILE)
-        return bool(np.isfinite(find_peaks(tensor, buffers, models)).all())
+                chunk = self.load(tensor, start, count, cuts, look.found, is_mask, True)
+            if chunk is None:
+                continue
+            if look.merges:
+                self.combine(chunk, own, look.found)
+                is_finite &= chunk.peak < math.inf
+            noted = look.observe(chunk, look_pass, noted)
+            is_finite &= all(seen.peak < math.inf for seen in chunk.seen)
+        return noted, is_finite
 
     def _merge_range(
-        self,
-        job: Job,
-        buffers: Buffers,
-        write: Write,
-        look: Look | None,
-        found: Found,
-        is_mask: bool = False,
-    ) -> bool:
-        """Merge a range, or write the base's if it is a mask. Gives whether all values are finite;
-        others are not written.
+        self, job: Job, write: Write, look: Look | None, found: Found, is_mask: bool = False
+    ) -> Counts | None:
+        """Merge a range, or write the base's if it is a mask. Gives what was counted; None: some
+        values are not finite. Such are not written.
         """
         tensor = job.tensor
-        kernel = self.kernels[tensor.spec]
 
         def put(name: str, view: memoryview, place: int) -> None:
             output = tensor.outputs[name]
             write(output.file, view, self.place_of(output) + place)
 
-        target = Target(self.base, tensor.name, tensor.base, tensor.spec.output, put)
-        writer = tensor.encoding.open_writer(target, job.start, self.plan.chunk, look)
-        infinity = INFINITIES[FORMATS[tensor.spec.real].bits]
-        models = self.describe_merge(tensor, buffers, found)
+        target = Target(tensor.name, tensor.base, tensor.dtype, put)
+        writer = tensor.form.open_writer(target, job.start, self.plan.chunk, look)
+        own = self.weigh(tensor, found)
+        cuts = [] if found.change is not None else self.reader.make_cuts(tensor, own, True)
+        counts = Counts()
         for start, count in self.chunks(job):
-            self.load(tensor, start, count, buffers, found, is_mask)
-            kernel(buffers, count, models, start // TILE)
-            if buffers.tensor["peak"][0] >= infinity:
-                return False
-            if is_mask:
-                self.reader.take_base(tensor, start, count, buffers)
-            writer.add(buffers.output, buffers.base, count)
+            chunk = self.load(tensor, start, count, cuts, found, is_mask)
+            self.combine(chunk, own, found)
+            if not chunk.peak < math.inf:
+                return None
+            counts.add(chunk)
+            base = tensor.base.read(start, count) if is_mask else chunk.base
+            writer.add(base if is_mask else chunk.merged, base)
         writer.finish()
-        peaks = find_peaks(tensor, buffers, models)
-        if not np.isfinite(peaks).all():  # of entries that were dropped
-            return False
-        if not peaks[models] < FORMATS[tensor.spec.output].limit:
-            self.reader.explain_non_finite(tensor, [*self.chunks(job)], buffers)
-        return True
+        if not counts.is_finite:  # what was dropped
+            return None
+        if not counts.peak < FORMATS[tensor.dtype].limit:
+            self.reader.explain_non_finite(tensor, [*self.chunks(job)])
+        return counts
 
-    def check_mask(self, job: Job, buffers: Buffers) -> None:
+    def check_mask(self, job: Job) -> None:
         """Refuse values that are not finite, unless they are the -inf of a mask that stays the
-        base's. Kernels are then given zeros.
+        base's. They then count as zeros.
         """
         tensor = job.tensor
         if tensor.name not in self._masks:
             whole = replace(job, start=0, stop=tensor.length)
-            is_mask = self.reader.keeps_base(tensor, self.chunks(whole), buffers)
-            self._masks[tensor.name] = is_mask
+            self._masks[tensor.name] = self.reader.keeps_base(tensor, self.chunks(whole))
         if not self._masks[tensor.name]:
-            self.reader.explain_non_finite(tensor, [*self.chunks(job)], buffers)
+            self.reader.explain_non_finite(tensor, [*self.chunks(job)])
 
-    def describe_merge(self, tensor: TensorPlan, buffers: Buffers, found: Found) -> int:
-        """Set what the kernel that merges must know. Gives how many models it is given."""
+    def weigh(self, tensor: TensorPlan, found: Found) -> Coefficients:
         if found.change is not None:
-            return self._describe_change(tensor, buffers)
-        weigh = METHODS[tensor.settings.method].weigh
-        self.describe(tensor, buffers, weigh(tensor.settings, tensor.models, found))
-        for row in range(len(tensor.finetuned)):
-            if tensor.is_thinned(row):  # dropped entries are 0 already
-                buffers.models[row]["threshold"] = KEEP_ALL
-        return len(tensor.finetuned)
-
-    def _describe_change(self, tensor: TensorPlan, buffers: Buffers) -> int:
-        """A solved change is given to the kernel as if it were the only model's."""
-        self.describe(tensor, buffers, weigh_for_look(tensor.settings, tensor.models, Found()))
-        record = buffers.models[0]
-        record["threshold"] = KEEP_ALL
-        record["is_delta"] = True
-        record["scale"] = 1.0
-        for name in ("bounded", "ranked", "divided"):
-            record[name] = False
-        return 1
+            return weigh_for_look(tensor.settings, tensor.models, Found())
+        return METHODS[tensor.settings.method].weigh(tensor.settings, tensor.models, found)
 
     def load(
         self,
         tensor: TensorPlan,
         start: int,
         count: int,
-        buffers: Buffers,
+        cuts: Sequence[Cut],
         found: Found,
         is_mask: bool,
-        remember: bool = False,
-    ) -> None:
-        """Read what the kernel that merges is given of a chunk: zeros, if the tensor is a mask."""
+        is_look: bool = False,
+    ) -> TensorChunk:
+        """A chunk of all inputs or, where the merged change is known, of the base."""
+        used = cuts if found.change is None else ()
+        return self.reader.load(
+            tensor, start, count, used, is_mask, is_look and tensor.form.rereads
+        )
+
+    def combine(self, chunk: TensorChunk, own: Coefficients, found: Found) -> None:
         if found.change is None:
-            self.reader.load(tensor, start, count, buffers, remember)
+            chunk.combine(own)
         else:
-            self.reader.load_change(tensor, start, count, buffers, found.change.parts)
-        if is_mask:
-            buffers.base[:] = 0
-            buffers.finetuned[:] = 0
+            chunk.take_change(found.change.parts)
 
-    def count(self, job: Job, buffers: Buffers) -> dict[int, Tally]:
-        """What kernels have counted in a job, by model. Statistics are of weights."""
-        peaks = find_peaks(job.tensor, buffers, len(job.tensor.finetuned))
-        rows = () if job.tensor.buffer else job.tensor.models
-        return {i: make_tally(job, buffers, row, peaks[row]) for row, i in enumerate(rows)}
 
-    def describe(self, tensor: TensorPlan, buffers: Buffers, found: Coefficients) -> None:
-        """Set what the kernels must know, and clear what they found before."""
-        settings = tensor.settings
-        buffers.clear()
-        for row, (i, info) in enumerate(tensor.finetuned):
-            record = buffers.models[row]
-            thinning = settings.thinnings[i]
-            bounds = found.bounds[row]
-            record["key_0"], record["key_1"] = mask_key(self.plan.seeds[i], tensor.mask_names[row])
-            record["threshold"] = thinning.threshold
-            record["bounded"] = bounds is not None
-            for name, value in bounds._asdict().items() if bounds else ():
-                record[name] = value
-            record["ranked"] = thinning.scheme.thresholds is not None
-            record["divided"] = thinning.divides_each
-            record["end"] = i
-            record["is_delta"] = info.is_delta
-            for name in ("scale", "weight", "floor"):
-                record[name] = getattr(found, f"{name}s")[row]
-        buffers.extra = found.extra
-        buffers.width = tensor.base.width
-        whole = buffers.tensor[0]
-        whole["lambda_coeff"] = settings.lambda_coeff
-        for name in ("base_share", "first_share"):
-            whole[name] = getattr(found, name)
-        whole["delta_threshold"] = self.plan.config.delta_threshold
-        has_values = any(not info.is_delta for _, info in tensor.finetuned)
-        whole["exact"] = returns_model(settings) and has_values
+class Counts:
+    """What was counted in the chunks of one job."""
+
+    def __init__(self) -> None:
+        self._sizes: list[tuple[float, ...]] = []  # of each chunk: the base's, and each model's
+        self._seen: list[list[Seen]] = []
+        self._cuts: Sequence[Cut] = ()
+        self.peak = 0.0  # the largest |value| of the result
+        self.is_finite = True  # whether all deltas are
+
+    def add(self, chunk: TensorChunk) -> None:
+        self._seen.append(chunk.seen)
+        self._sizes.append((chunk.base_size, *(seen.size for seen in chunk.seen)))
+        self._cuts = chunk.cuts
+        self.peak = max(self.peak, chunk.peak)
+        self.is_finite &= all(seen.peak < math.inf for seen in chunk.seen)
+
+    def make_tallies(self, job: Job) -> dict[int, Tally]:
+        """By model. Statistics are of weights."""
+        if job.tensor.buffer:
+            return {}
+        base_size, *sizes = fold_columns(self._sizes)
+        models = zip(*self._seen, strict=True)
+        parts = zip(job.tensor.models, self._cuts, sizes, models, strict=True)
+        return {
+            i: make_tally(job, row, cut, Seen(
+                size=size,
+                peak=max(each.peak for each in seen),
+                above=sum(each.above for each in seen),
+                kept=sum(each.kept for each in seen),
+            ), base_size)
+            for row, (i, cut, size, seen) in enumerate(parts)
+        }  # fmt: skip
 
 
 def count_work(plan: MergePlan) -> int:
-    """Entries that kernels are given, of all models. Of whole matrices, the change alone."""
+    """Entries of all models that are merged. Of whole matrices, the change alone."""
     merged = [tensor for tensor in plan.tensors if tensor.merged]
     return sum(t.base.count * (1 if t.matrices else len(t.finetuned)) for t in merged)
 
 
-def find_peaks(tensor: TensorPlan, buffers: Buffers, models: int) -> NDArray[np.float64]:
-    """The largest |delta| of each model and, where it is merged, the largest of the result."""
-    real = FORMATS[tensor.spec.real]
-    patterns = [*buffers.models["peak"][:models], buffers.tensor["peak"][0]]
-    return np.array(patterns, real.raw).view(real.real).astype(np.float64)
-
-
-def make_tally(job: Job, buffers: Buffers, row: int, peak: float) -> Tally:
+def make_tally(job: Job, row: int, cut: Cut, seen: Seen, base_size: float) -> Tally:
     i, info = job.tensor.finetuned[row]
-    found = buffers.models[row]
     count = max(0, min(job.stop, info.count) - job.start)  # entries that the model has
     rate = job.tensor.settings.thinnings[i].keep_rate
-    share = rate
-    if found["bounded"]:
-        share = (found["low"] == 0) * found["at_low"] / (1 << MASK_BITS)
+    share = (cut.low == 0) * cut.at_low / (1 << MASK_BITS) if cut.bounded else rate
     # The zeros that stand in for rows which the model lacks are not its own.
     lacking = (job.stop - job.start - count) * share
-    kept = int(found["kept"]) - round(lacking)
-    stored = info.encoding.share
+    kept = seen.kept - round(lacking)
+    stored = info.share
     if job.tensor.is_thinned(row):  # a part of all, so that the parts add up
         kept = round(stored * (job.start + count)) - round(stored * job.start)
     known = stored or 1.0  # the share of its deltas that is stored, and stands for all
     return Tally(
         parameters=count,
-        sum=float(found["size"]) / known,
-        peak=float(peak),
-        above=round(int(found["above"]) / known),
+        sum=seen.size / known,
+        peak=seen.peak,
+        above=round(seen.above / known),
         kept=min(count, max(0, kept)),
         expected=count * rate,
-        base_sum=float(buffers.tensor["base_size"][0]),
+        base_sum=base_size,
     )
 
 

@@ -193,7 +193,7 @@ def find_packed_rates(task: MergePlan, names: Collection[str] | None = None) -> 
     rates = [0.0] * len(task.models)
     for tensor in task.tensors:
         for i, info in tensor.finetuned if names is None or tensor.name in names else ():
-            rates[i] = max(rates[i], info.encoding.drop_rate)
+            rates[i] = max(rates[i], info.drop_rate)
     return rates
 
 

@@ -13,13 +13,12 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from darelib.arithmetic.chunks import LANES, dot
 from darelib.commands.analyze.overlaps import measure_energy, measure_spaces
 from darelib.core.drops import L1, RANDOM
-from darelib.core.formats import FORMATS
+from darelib.core.formats import BINS, FIRST_BIN
 from darelib.core.interrupts import Interrupts
-from darelib.core.mask import TILE
 from darelib.core.text import DareError, progress
-from darelib.kernels.records import BINS, FIRST_BIN, LANES
 from darelib.methods.looks import Found, Look, TensorSettings
 from darelib.models.checkpoint import Checkpoint, module_of
 from darelib.plan.plan import LOOK, MergePlan
@@ -309,10 +308,16 @@ def compare_pair(
     )
 
 
-class MeasureLook(Look):
-    """Adds up what jobs find in a tensor, in the order of their starts: sums never differ."""
+class Noted(NamedTuple):
+    """What was measured in the chunks of a job."""
 
-    kernel = "measure"
+    sums: dict[int, dict[str, NDArray[Any]]]  # by the chunk's start
+    counts: NDArray[np.int64]  # by model, lane and bin
+    peaks: NDArray[np.float64]  # by model
+
+
+class MeasureLook(Look):
+    """Adds up what is measured in a tensor, in the order of the chunks: sums never differ."""
 
     def __init__(self, tensor: TensorPlan, findings: Findings) -> None:
         self.tensor = tensor
@@ -320,30 +325,35 @@ class MeasureLook(Look):
         self.models = tensor.models
         self._findings = findings
         self.found = Found()  # it looks at deltas as they are
-        self._sums: dict[int, dict[str, NDArray[Any]]] = {}  # of each job, by its start
+        self._sums: dict[int, dict[str, NDArray[Any]]] = {}  # of each chunk, by its start
         # Arrays only from the first job to the last.
         self._peaks: Any = 0
         self._counts: Any = 0
 
-    def add_job(self, start: int, stop: int, buffers: Any) -> None:
+    def observe(self, chunk: Any, number: int, noted: Noted | None) -> Noted:
         models = len(self.tensor.finetuned)
-        pairs = math.comb(models, 2)
-        sums = {name: buffers.models[name][:models].astype(float) for name in MODEL_SUMS}
-        sums |= {name: buffers.pairs[name][:pairs].astype(float) for name in PAIR_SUMS}
-        sums["base_squares"] = buffers.tensor["base_squares"][:1].astype(float)
-        self._sums[start] = sums
-        counts = buffers.counts[:models].reshape(models, LANES, BINS)
-        self._counts = self._counts + counts.sum(1, dtype=np.int64)
-        # Bit patterns are ordered as values.
-        self._peaks = np.maximum(self._peaks, buffers.models["peak"][:models])
+        noted = noted or Noted({}, np.zeros((models, LANES, BINS), np.int64), np.zeros(models))
+        own = [chunk.measure(row, counts) for row, counts in enumerate(noted.counts)]
+        pairs = [chunk.compare(*pair) for pair in combinations(range(models), 2)]
+        sums = {name: np.array([each[k] for each in own]) for k, name in enumerate(MODEL_SUMS)}
+        sums |= {name: np.array([each[k] for each in pairs]) for k, name in enumerate(PAIR_SUMS)}
+        sums["base_squares"] = np.array([dot(chunk.base, chunk.base)])
+        noted.sums[chunk.start] = sums
+        np.maximum(noted.peaks, [seen.peak for seen in chunk.seen], out=noted.peaks)
+        return noted
+
+    def add(self, noted: Noted) -> None:
+        self._sums |= noted.sums
+        self._counts = self._counts + noted.counts.sum(1)
+        self._peaks = np.maximum(self._peaks, noted.peaks)
 
     def conclude(self, number: int) -> None:
-        jobs = [self._sums.pop(start) for start in sorted(self._sums)]
-        sums = {name: reduce(np.add, (job[name] for job in jobs)) for name in jobs[0]}
+        parts = [self._sums.pop(start) for start in sorted(self._sums)]
+        sums = {name: reduce(np.add, (part[name] for part in parts)) for name in parts[0]}
         if not np.isfinite([*sums["squares"], *sums["base_squares"]]).all():
             raise DareError(
                 f"the values of tensor {self.tensor.name!r} are so large that their squares are "
-                f"beyond the range of {self.tensor.spec.real}",
+                f"beyond the range of {self.tensor.real}",
                 "no trained model has such values; a merge can be made without an analysis",
             )
         deltas = [self._describe_model(row, sums) for row in range(len(self.tensor.finetuned))]
@@ -352,24 +362,23 @@ class MeasureLook(Look):
 
     def _describe_model(self, row: int, sums: dict[str, NDArray[Any]]) -> Deltas:
         model, info = self.tensor.finetuned[row]
-        real = FORMATS[self.tensor.spec.real]
         zeros, above, size, squares = (float(sums[name][row]) for name in MODEL_SUMS)
         whole = self.tensor.base.count
         count = min(info.count, whole)
-        # Zeros pad the last tile, and stand in for entries that a model does not store.
-        surplus = whole - round(count * info.encoding.share) + -whole % TILE
+        # Zeros stand in for entries that a model does not store.
+        surplus = whole - round(count * info.share)
         self._counts[row, 0] = max(0, self._counts[row, 0] - surplus)
-        part = 1 / (info.encoding.share or 1.0)  # a sample stands for the whole
+        part = 1 / (info.share or 1.0)  # a sample stands for the whole
         deltas = Deltas(
             tensors=1,
-            parameters=count * bool(info.encoding.share),
+            parameters=count * bool(info.share),
             zeros=round(max(0.0, zeros - surplus) * part),
             above=round(above * part),
             size=size * part,
             squares=squares * part,
-            base_squares=float(sums["base_squares"][0]) * bool(info.encoding.share),
+            base_squares=float(sums["base_squares"][0]) * bool(info.share),
             noise_squares=squares * part * noise_of(self.tensor.settings, model) ** 2,
-            peak=float(self._peaks[row : row + 1].astype(real.raw).view(real.real)[0]),
+            peak=float(self._peaks[row]),
         )
         ranks = np.rint(np.cumsum(self._counts[row]) * part).astype(np.int64)
         self._findings.add_deltas(model, self.tensor.name, deltas, np.diff(ranks, prepend=0))
@@ -377,7 +386,7 @@ class MeasureLook(Look):
 
     def _compare_models(self, deltas: Sequence[Deltas], sums: dict[str, NDArray[Any]]) -> None:
         seeds = [self._findings.task.seeds[i] for i in self.tensor.models]
-        shares = [info.encoding.share for _, info in self.tensor.finetuned]
+        shares = [info.share for _, info in self.tensor.finetuned]
         pairs = self._findings.pairs.setdefault(self.tensor.name, {})
         for row, (one, other) in enumerate(combinations(range(len(deltas)), 2)):
             # Samples of one seed are nested: where they meet is the smaller of them.
@@ -398,11 +407,11 @@ def measure_deltas(
     with progress("analyzing", findings.bytes_read, task.config.verbose) as advance:
         run_rounds(
             [task.jobs(task.changed, kind=LOOK)],
-            Worker(task, inputs, passes, (), interrupts),
+            Worker(task, inputs, passes),
             lambda *_: None,
             lambda job, _: advance(job.bytes_read),
             interrupts,
         )
-    findings.spaces = measure_spaces(task, inputs)
-    findings.energy = measure_energy(task, inputs, findings.list_squares(), interrupts)
+    findings.spaces = measure_spaces(task)
+    findings.energy = measure_energy(task, findings.list_squares(), interrupts)
     return findings

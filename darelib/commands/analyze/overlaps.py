@@ -14,11 +14,10 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from darelib.arithmetic.matrix_engine import MORE_COLUMNS, SEED, orthonormalise, reduce_product
 from darelib.core.arrays import Matrices, find_matrices
-from darelib.core.formats import FORMATS, widen
 from darelib.core.interrupts import Interrupts
-from darelib.kernels.matrix_engine import MORE_COLUMNS, SEED, orthonormalise, reduce_product
-from darelib.models.encodings import Input, TensorInfo
+from darelib.models.tensor import Tensor
 from darelib.plan.plan import MergePlan
 
 Array = NDArray[Any]
@@ -36,18 +35,16 @@ READ_ENTRIES: Final = 1 << 20
 class ModelChange(NamedTuple):
     """What one model changes in a matrix; of stacked ones, in the first."""
 
-    model: Input
-    info: TensorInfo
-    base: Input
-    base_info: TensorInfo
+    tensor: Tensor
+    base: Tensor
     matrices: Matrices
 
     def read(self, row: int, count: int) -> Array:
         start = row * self.matrices.columns
         size = count * self.matrices.columns
-        rows = self.model.sample("", self.info, start, size)
-        if not self.info.is_delta:
-            rows = rows - self.base.sample("", self.base_info, start, size)
+        rows = self.tensor.read(start, size)
+        if not self.tensor.is_delta:
+            rows = rows - self.base.read(start, size)
         return rows.reshape(count, -1)
 
     def read_all(self, size: float, interrupts: Interrupts) -> Iterator[Array]:
@@ -60,45 +57,40 @@ class ModelChange(NamedTuple):
     def sample(self) -> Array:
         """Some rows, from all over the matrix."""
         chosen = np.unique(np.linspace(0, self.matrices.rows - 1, SAMPLED_ROWS).astype(int))
-        if factors := self.info.encoding.read_factors(self.info):
+        if factors := self.tensor.read_factors():
             left, right = factors
             return left[chosen] @ right
-        rows = read_rows(self.model, self.info, chosen, self.matrices.columns)
-        if self.info.is_delta:
+        rows = read_rows(self.tensor, chosen, self.matrices.columns)
+        if self.tensor.is_delta:
             return rows
-        return rows - read_rows(self.base, self.base_info, chosen, self.matrices.columns)
+        return rows - read_rows(self.base, chosen, self.matrices.columns)
 
 
-def read_rows(model: Input, info: TensorInfo, chosen: Array, columns: int) -> Array:
-    raw = np.empty((len(chosen), columns * FORMATS[info.dtype].itemsize), np.uint8)
-    for row, part in zip(chosen.tolist(), raw, strict=True):
-        model.read(info, row * columns, columns, part)
-    return widen(raw.reshape(-1), info.dtype).reshape(-1, columns).astype(np.float64)
+def read_rows(tensor: Tensor, chosen: Array, columns: int) -> Array:
+    rows = [tensor.read(row * columns, columns) for row in chosen.tolist()]
+    return np.stack(rows).astype(np.float64)
 
 
-def list_changes(
-    task: MergePlan, inputs: Sequence[Input]
-) -> Iterator[tuple[str, dict[int, ModelChange]]]:
+def list_changes(task: MergePlan) -> Iterator[tuple[str, dict[int, ModelChange]]]:
     """Of each matrix, its name and what each model changes; of packed ones too little is known."""
-    base, *models = inputs
     for tensor in task.changed:
         if matrices := find_matrices(tensor.name, tensor.base.shape):
             yield (
                 tensor.name,
                 {
-                    i: ModelChange(models[i], info, base, tensor.base, matrices)
+                    i: ModelChange(info, tensor.base, matrices)
                     for i, info in tensor.finetuned
-                    if info.shape == tensor.base.shape and info.encoding.share == 1
+                    if info.shape == tensor.base.shape and info.share == 1
                 },
             )
 
 
 @np.errstate(all="ignore")  # no trained model has values so large
-def measure_spaces(task: MergePlan, inputs: Sequence[Input]) -> dict[tuple[int, int], float]:
+def measure_spaces(task: MergePlan) -> dict[tuple[int, int], float]:
     """By pair of models that change the same matrices: from 0, nothing in common, to 1."""
     sums: dict[tuple[int, int], float] = {}
     weights: dict[tuple[int, int], float] = {}
-    for _, changes in list_changes(task, inputs):
+    for _, changes in list_changes(task):
         if len(changes) < 2 or next(iter(changes.values())).matrices.rows < LEAST_ROWS:
             continue
         rows = {i: change.sample() for i, change in changes.items()}
@@ -123,7 +115,6 @@ def compare_spaces(one: Array, other: Array) -> float:
 
 def measure_energy(
     task: MergePlan,
-    inputs: Sequence[Input],
     squares: Sequence[Mapping[str, float]],
     interrupts: Interrupts,
 ) -> list[dict[str, float]]:
@@ -132,7 +123,7 @@ def measure_energy(
     squares: of each model's changes, by tensor.
     """
     found: list[list[tuple[float, ModelChange]]] = [[] for _ in task.models]
-    for name, changes in list_changes(task, inputs):
+    for name, changes in list_changes(task):
         for i, change in changes.items():
             sides = change.matrices.sides
             is_wide = len(sides) == 2 and min(sides) >= LEAST_SIDE  # and no vocabulary
@@ -176,7 +167,7 @@ def find_leading(square: float, change: ModelChange, interrupts: Interrupts) -> 
     to 64 is then at most two percent of the squares too low, and for 256 seven. (Of a change that
     is noise, by a quarter.) Twice would halve that, and take half as long again.
     """
-    if factors := change.info.encoding.read_factors(change.info):
+    if factors := change.tensor.read_factors():
         product = reduce_product(*factors, RANKS[-1])
         return (product.left**2).sum(0) ** 2 / product.total
     size = math.sqrt(square)

@@ -9,20 +9,22 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from darelib import __version__
+from darelib.arithmetic.chunks import take_kept
+from darelib.arithmetic.definition import draw_bits
+from darelib.arithmetic.stored import decode
 from darelib.commands.report import Report
 from darelib.config import DareConfig
-from darelib.core.formats import FORMATS, widen
+from darelib.core.formats import FORMATS
 from darelib.core.interrupts import Interrupts
 from darelib.core.mask import MASK_NAME, TILE, mask_key
 from darelib.core.text import DareError, count_of, human, printable
 from darelib.core.tuning import TUNING
-from darelib.kernels import KernelSpec
-from darelib.kernels.records import Buffers
 from darelib.models.checkpoint import Checkpoint, ties_embeddings
-from darelib.models.encodings import TensorInfo
+from darelib.models.forms import Entry
 from darelib.models.inputs import explain_read_errors, open_models
 from darelib.models.packed import (
     COUNTED_BLOCK,
@@ -30,7 +32,7 @@ from darelib.models.packed import (
     PACKED_FILE,
     PACKED_KEY,
     VERSION,
-    digest_values,
+    add_values,
 )
 from darelib.models.source import Source, recorded_name
 from darelib.output.destination import (
@@ -107,7 +109,7 @@ def pack(
             plan = plan_files(config, inputs, destination, choice, with_side_files=False)
             check_sample(plan.config, plan.changed, inputs)
             plan = dataclasses.replace(keep_own_tensors(plan, *inputs), recipe=recipe)
-        packer = Packer(plan, inputs, interrupts)
+        packer = Packer(plan, inputs)
         packer.count_entries(interrupts)
         with explain_read_errors():
             plan = place_entries(plan, inputs, packer)
@@ -135,10 +137,9 @@ def check_packable(inputs: Sequence[Checkpoint]) -> None:
         kind = "a LoRA adapter, which is small already" if model.partial else "packed already"
         raise DareError(f"{model.name!r} is {kind}", "merge it as it is")
     for each in inputs:
-        encodings = (info.encoding.kind for info in each.tensors.values())
-        if encoding := next(filter(None, encodings), None):
+        if kind := max((info.kind for info in each.tensors.values()), default=""):
             raise DareError(
-                f"{each.name!r} is in {encoding}, which cannot be packed", "merge it as it is"
+                f"{each.name!r} is in {kind}, which cannot be packed", "merge it as it is"
             )
 
 
@@ -147,12 +148,10 @@ class Packer:
     not thinned are copied.
     """
 
-    def __init__(
-        self, plan: FilePlan, inputs: Sequence[Checkpoint], interrupts: Interrupts
-    ) -> None:
-        self._base, self._model = inputs
+    def __init__(self, plan: FilePlan, inputs: Sequence[Checkpoint]) -> None:
+        self._model = inputs[1]
         self._thinned = [tensor for tensor in plan.tensors if tensor.merged]
-        self.worker = Worker(plan, inputs, {}, {*map(pack_spec, self._thinned)}, interrupts)
+        self.worker = Worker(plan, inputs, {})
         self.worker.tasks = {LOOK: self.count, MERGE: self.write, COPY: self.copy}
         self._kept: dict[tuple[str, int], int] = {}  # entries of each chunk, by tensor and start
         # The entries of a tensor that are kept before each chunk, and before its end.
@@ -172,33 +171,36 @@ class Packer:
                 before += self._kept[tensor.name, start]
             self.before[tensor.name, tensor.length] = before
 
-    def count(self, job: Job, buffers: Buffers, write: Write) -> None:
+    def count(self, job: Job, write: Write) -> None:
         for start, width in self.worker.chunks(job):
-            self._kept[job.tensor.name, start] = self._pick(job.tensor, start, width, buffers)
+            bits = draw_bits(self._find_key(job.tensor), start // TILE, -(-width // TILE))[:width]
+            kept = bits < job.tensor.settings.thinnings[0].threshold
+            self._kept[job.tensor.name, start] = int(np.count_nonzero(kept))
         self._digest_blocks(job)
 
-    def write(self, job: Job, buffers: Buffers, write: Write) -> Outcome:
+    def write(self, job: Job, write: Write) -> Outcome:
         tensor = job.tensor
         [(_, theirs)] = tensor.finetuned
         first = self.worker.place_of(tensor.output)
         item = FORMATS[theirs.dtype].itemsize
+        threshold = tensor.settings.thinnings[0].threshold
         for start, width in self.worker.chunks(job):
-            row = buffers.finetuned[0, : width * item]
-            theirs.encoding.read_stored(self._model, theirs, start * item, row.data)
-            self._check_finite(tensor, start, row.view(f"u{item}"))
-            kept = buffers.output[: self._pick(tensor, start, width, buffers) * item]
+            raw = theirs.read_raw(start * item, width * item).view(f"u{item}")
+            self._check_finite(tensor, start, raw)
+            kept = take_kept(raw, *self._find_key(tensor), threshold, start // TILE)
             place = first + self.before[tensor.name, start] * item
-            write(tensor.output.file, kept.data, place)
+            write(tensor.output.file, kept.view(np.uint8).data, place)
         return Outcome(tensor.name, job.start, job.bytes_read)
 
-    def copy(self, job: Job, buffers: Buffers, write: Write) -> Outcome:
+    def copy(self, job: Job, write: Write) -> Outcome:
         [(_, theirs)] = job.tensor.finetuned
         first = self.worker.place_of(job.tensor.output)
         for start, size in self.worker.chunks(job):
-            row = buffers.finetuned[0, :size]
-            theirs.encoding.read_stored(self._model, theirs, start, row.data)
-            write(job.tensor.output.file, row.data, first + start)
+            write(job.tensor.output.file, theirs.read_raw(start, size).data, first + start)
         return Outcome(job.tensor.name, job.start, job.bytes_read)
+
+    def _find_key(self, tensor: TensorPlan) -> tuple[int, int]:
+        return mask_key(self.worker.plan.seeds[0], tensor.mask_names[0])
 
     def _digest_blocks(self, job: Job) -> None:
         """Digest the base's blocks that start in a job, each to its end."""
@@ -206,7 +208,8 @@ class Packer:
         first = -(-job.start // COUNTED_BLOCK) * COUNTED_BLOCK
         for start in range(first, job.stop, COUNTED_BLOCK):
             stop = min(start + COUNTED_BLOCK, tensor.length)
-            digest = digest_values(self._base, tensor.base, start, stop)
+            digest = xxhash.xxh3_64()
+            add_values(digest, tensor.base, start, stop)
             self.digests[tensor.name, start] = digest.intdigest()
 
     def _check_finite(self, tensor: TensorPlan, start: int, raw: NDArray[Any]) -> None:
@@ -214,25 +217,12 @@ class Packer:
         dtype = tensor.finetuned[0][1].dtype
         bad = np.flatnonzero((raw & raw.dtype.type(EXPONENTS[dtype])) == EXPONENTS[dtype])
         if bad.size:
-            value = widen(raw[bad[:1]], dtype)[0]
+            value = decode(raw[bad[:1]], dtype)[0]
             raise DareError(
                 f"{self._model.name!r}: tensor {tensor.name!r} holds {value} at "
                 f"{tensor.base.place_of(start + int(bad[0]))}",
                 BROKEN_HINT,
             )
-
-    def _pick(self, tensor: TensorPlan, start: int, width: int, buffers: Buffers) -> int:
-        """Put the kept entries of a chunk at the start of the output's row. Gives their count."""
-        record = buffers.models[0]
-        record["key_0"], record["key_1"] = mask_key(self.worker.plan.seeds[0], tensor.mask_names[0])
-        record["threshold"] = tensor.settings.thinnings[0].threshold
-        self.worker.kernels[pack_spec(tensor)](buffers, width, 1, start // TILE)
-        return int(record["kept"])
-
-
-def pack_spec(tensor: TensorPlan) -> KernelSpec:
-    dtype = tensor.finetuned[0][1].dtype
-    return KernelSpec("pack", dtype, dtype, dtype)
 
 
 def keep_own_tensors(plan: FilePlan, base: Checkpoint, model: Checkpoint) -> FilePlan:
@@ -256,11 +246,11 @@ def place_entries(plan: FilePlan, inputs: Sequence[Checkpoint], packer: Packer) 
     described = {}
     for tensor in plan.tensors:
         [(_, theirs)] = tensor.finetuned
-        output = TensorInfo(theirs.dtype, theirs.shape)
+        output = Entry(theirs.dtype, theirs.shape)
         if tensor.merged:
             blocks = (*range(0, tensor.length, COUNTED_BLOCK), tensor.length)
             counts = [packer.before[tensor.name, place] for place in blocks]
-            output = TensorInfo(theirs.dtype, (counts[-1],))
+            output = Entry(theirs.dtype, (counts[-1],))
             described[tensor.name] = {
                 "shape": list(theirs.shape),
                 "drop_rate": float(tensor.settings.drop_rates[0]),

@@ -8,24 +8,24 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Final
+from typing import Any, Final
 
-import numpy as np
 from torch import Tensor
 
+from darelib.arithmetic.matrix_engine import MatrixEngine
 from darelib.config import DareConfig
 from darelib.config.values import FULL
 from darelib.core.drops import Thinning
 from darelib.core.interrupts import Interrupts
 from darelib.core.text import LOG, ConfigError, shorten_names
-from darelib.kernels.matrix_engine import MatrixEngine
 from darelib.methods import DEFAULT
 from darelib.methods.looks import TensorSettings
 from darelib.models.checkpoint import Checkpoint
-from darelib.models.encodings import TensorInfo
+from darelib.models.tensor import Described, Known
+from darelib.models.tensor import Tensor as StoredTensor
 from darelib.output.adapter import choose_planner
 from darelib.output.judged import (
     Costs,
@@ -46,7 +46,7 @@ from darelib.output.matched import (
 from darelib.output.prepare import FilePlan, is_share, plan_output, record_matched
 from darelib.output.publish import Output
 from darelib.plan.plan import Job, MergePlan, plan_merge
-from darelib.plan.tensorplan import TensorPlan, choose_kernel
+from darelib.plan.tensorplan import TensorPlan
 from darelib.run.matching.judging import LAMBDAS, Judge, Streams, list_lambdas
 from darelib.run.matching.model_files import ModelFiles
 from darelib.run.matching.models import Keep, Spool
@@ -71,16 +71,14 @@ LIBRARY_BYTES: Final = 700_000_000
 SPOOLED: Final = 8 << 30  # bytes of merges that a search keeps, to try them with other lambdas
 
 
-class SolvedModel(Checkpoint):
-    """A matrix in memory, as one more model of the merge."""
+@dataclass(frozen=True, eq=False)
+class Solved(StoredTensor):
+    """A matrix in memory."""
 
-    def __init__(self, name: str, solved: Tensor) -> None:
-        self.name = "the matched model"
-        self.raw = np.ascontiguousarray(solved.numpy()).reshape(-1).view(np.uint8)
-        self.tensors = {name: TensorInfo("F32", tuple(solved.shape))}
+    values: Tensor = field(repr=False)
 
-    def read_bytes(self, view: memoryview, info: TensorInfo, start: int) -> None:
-        view[:] = self.raw[start : start + len(view)].data
+    def read(self, start: int, count: int, known: Known | None = None) -> Any:
+        return self.values.reshape(-1)[start : start + count].numpy()
 
 
 class MatchedOutput:
@@ -106,7 +104,7 @@ class MatchedOutput:
         rows = {tensor.name: tensor for tensor in plan.tensors}
         results = match(lambda name, solved: self._write(rows.pop(name), solved, output))
         rest = replace(plan, tensors=tuple(rows.values()))
-        worker = open_worker(rest, inputs, self.order.interrupts)
+        worker = open_worker(rest, inputs)
         self.outcomes += run_merge(rest, worker, output, self.order.interrupts)
         plan = record_matched(plan, inputs, self.digests)
         for number, file in enumerate(plan.files):
@@ -117,10 +115,11 @@ class MatchedOutput:
 
     def _write(self, row: TensorPlan, solved: Tensor, output: Output) -> None:
         """Write what was solved, as if a last model were the only one, and note its digest."""
-        model = SolvedModel(row.name, solved)
+        model = Described()
+        model.name = "the matched model"
         plan = self.order.plan
         seeds = (*plan.seeds, 0)
-        info = model.tensors[row.name]
+        tensor = Solved("F32", tuple(solved.shape), solved)
         settings = TensorSettings(
             method=DEFAULT,
             thinnings=(Thinning(),) * len(seeds),
@@ -130,10 +129,9 @@ class MatchedOutput:
         )
         placed = replace(
             row,
-            finetuned=((len(plan.seeds), info),),
+            finetuned=((len(plan.seeds), tensor),),
             mask_names=(row.name,),
             settings=settings,
-            spec=choose_kernel(DEFAULT, row.base, [info], row.spec.output),
         )
         part = replace(plan, tensors=(placed,), seeds=seeds)
 
@@ -141,7 +139,7 @@ class MatchedOutput:
             if outcome:
                 self.outcomes.append(replace(outcome, tallies={}))
 
-        worker = open_worker(part, [*self.order.inputs, model], self.order.interrupts)
+        worker = open_worker(part, [*self.order.inputs, model])
         run_rounds(part.rounds(), worker, output.write_at, note, self.order.interrupts)
         for start, tallies in self.models.weights.found[row.name].items():
             self.outcomes.append(Outcome(row.name, start, 0, tallies))

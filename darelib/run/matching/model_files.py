@@ -9,8 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import numpy as np
 import torch
@@ -22,7 +21,8 @@ from darelib.core.interrupts import Interrupts
 from darelib.core.text import LOG, ConfigError, DareError, count_of
 from darelib.methods.passthrough import PASSTHROUGH
 from darelib.models.checkpoint import Checkpoint
-from darelib.models.encodings import PLAIN, TensorInfo
+from darelib.models.forms import Entry, Sized
+from darelib.models.tensorfile import Stored
 from darelib.plan.plan import Job, MergePlan, plan_merge
 from darelib.plan.tensorplan import TensorPlan, assign_offsets
 from darelib.run.in_memory import TORCH_TYPES
@@ -85,8 +85,9 @@ class Inputs:
         chosen = [tensor for tensor in plan.tensors if tensor.name in wanted]
         model = inputs[-1]
         plain = [t for t in chosen if who != START and is_plain(model.tensors.get(t.name), t.base)]
+        stored = [model.tensors[tensor.name] for tensor in plain]
         with ThreadPoolExecutor(plan.threads) as pool:
-            read = list(pool.map(partial(read_plain, model), [t.name for t in plain]))
+            read = list(pool.map(read_plain, stored))
         found = {tensor.name: each for tensor, each in zip(plain, read, strict=True)}
         left = [tensor for tensor in chosen if tensor.name not in found]
         return found | (self._merge(who, left) if left else {})
@@ -105,30 +106,28 @@ class Inputs:
             if outcome and who == START:
                 self.found.setdefault(outcome.tensor, {})[job.start] = outcome.tallies
 
-        worker = make_worker(part, inputs, self.interrupts)
+        worker = make_worker(part, inputs)
         run_rounds(part.rounds(), worker, put, note, self.interrupts)
         return {tensor.name: as_floats(made, tensor.output) for tensor in tensors}
 
 
-def is_plain(info: TensorInfo | None, base: TensorInfo) -> bool:
+def is_plain(info: Any, base: Sized) -> bool:
     """Whether a model's own tensor is what it stores, and can be read as it is."""
     return bool(
         info
-        and info.encoding is PLAIN
+        and isinstance(info, Stored)
         and info.shape == base.shape
         and info.dtype in TORCH_TYPES
         and info.count
     )
 
 
-def read_plain(model: Checkpoint, name: str) -> Tensor:
-    info = model.tensors[name]
-    raw = torch.empty(info.nbytes, dtype=torch.uint8)
-    model.read(info, 0, info.count, raw.numpy())
-    return raw.view(TORCH_TYPES[info.dtype]).reshape(info.shape)
+def read_plain(tensor: Stored) -> Tensor:
+    raw = torch.from_numpy(tensor.read_raw(0, tensor.nbytes))
+    return raw.view(TORCH_TYPES[tensor.dtype]).reshape(tensor.shape)
 
 
-def as_floats(made: NDArray[np.uint8], info: TensorInfo) -> Tensor:
+def as_floats(made: NDArray[np.uint8], info: Entry) -> Tensor:
     """A tensor among the bytes of all. Others than floats come as they are stored, flat."""
     raw = torch.from_numpy(made[info.offset : info.offset + info.nbytes])
     return raw.view(torch.float32).reshape(info.shape) if info.dtype == "F32" else raw

@@ -19,8 +19,8 @@ from darelib.config import DareConfig
 from darelib.config.settings import naming
 from darelib.core.interrupts import Interrupts
 from darelib.core.text import DareError, progress
-from darelib.models.encodings import Described
 from darelib.models.examples import divide
+from darelib.models.tensor import Described
 from darelib.output.judged import (
     ROWS,
     Judgement,

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from darelib.config import DareConfig
 from darelib.core.interrupts import Interrupts
 from darelib.core.text import LOG, ConfigError
-from darelib.models.encodings import StateDict
+from darelib.models.states import StateDict
 from darelib.output.judged import Judgement
 from darelib.plan.plan import plan_merge
 from darelib.run.in_memory import merge_tensors

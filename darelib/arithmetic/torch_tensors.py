@@ -6,12 +6,13 @@ from typing import Final
 
 import torch
 
+from darelib.arithmetic import definition
+from darelib.arithmetic.matrix_engine import merge_matrices
+from darelib.arithmetic.stored import round_to_odd
 from darelib.core.arrays import Matrices
 from darelib.core.mask import TILE
 from darelib.core.text import DareError
 from darelib.core.tuning import TUNING
-from darelib.kernels import plain
-from darelib.kernels.matrix_engine import merge_matrices
 from darelib.methods import METHODS, returns_model
 from darelib.methods.looks import Found, TensorSettings
 
@@ -61,8 +62,8 @@ class Solutions:
 
 @dataclass
 class TensorMerge:
-    """One tensor's merge: the operations of darelib.kernels.plain in their order, so that the bits
-    are the same.
+    """One tensor's merge: the definition's operations in their order, so that the bits are the
+    same.
     """
 
     name: str
@@ -72,7 +73,7 @@ class TensorMerge:
     keys: Mapping[int, tuple[int, int]]  # of their masks
     draw: Draw  # draws these, on the base's device
     matrices: Matrices | None  # what it consists of, where these are merged as a whole
-    solutions: Solutions  # where their changes are remembered
+    solutions: Solutions | None  # where their changes are remembered, in a search
 
     def run(self, output: Tensor) -> None:
         self.flat = self.base.reshape(-1)
@@ -87,24 +88,25 @@ class TensorMerge:
         width = self.base.shape[-1] if self.base.shape else 1
         bits = torch.finfo(self.real).bits
         count = len(self.flat)
-        found = plain.look_up(self.settings, models, self._open_pieces, count, bits, width)
+        found = definition.look_up(self.settings, models, self._open_pieces, count, bits, width)
         own = METHODS[self.settings.method].weigh(self.settings, models, found)
-        change = self.solutions.changes.get(self.name)
+        change = self.solutions.changes.get(self.name) if self.solutions else None
         if self.matrices and change is None:
             change = self._solve(found)
-            self.solutions.keep(self.name, change)
+            if self.solutions:
+                self.solutions.keep(self.name, change)
         for start, base in self._chunks():
             if change is None:
                 kept = {i: self._open(i, start, base, found) for i in models}
-                values = plain.merge_piece(self.settings, base, kept, own, start, width)
+                values = definition.merge_piece(self.settings, base, kept, own, start, width)
             else:
                 part = change[start : start + len(base)]
-                values = plain.add_change(base, part, self.settings.lambda_coeff)
+                values = definition.add_change(base, part, self.settings.lambda_coeff)
             if models and returns_model(self.settings):
                 values = self._read(self.parts[0], start, start + len(base))
             if self.real == torch.float64 and self.dtype.itemsize == 2:
                 # On its own, torch goes by way of float32, and rounds twice.
-                values = plain.round_to_odd(values)
+                values = round_to_odd(values)
             result = values.to(self.dtype)
             if not bool(torch.isfinite(result).all()):
                 raise explain_broken(self.name, None, self.dtype)
@@ -120,7 +122,7 @@ class TensorMerge:
         )
         place = 0
         for base, parts in self._open_pieces(models, found):
-            thinned = plain.thin_for_look(self.settings, parts, found)
+            thinned = definition.thin_for_look(self.settings, parts, found)
             for row, i in enumerate(models):
                 deltas[row, place : place + len(base)] = thinned[i]
             place += len(base)
@@ -142,11 +144,11 @@ class TensorMerge:
 
     def _open_pieces(
         self, models: Sequence[int], found: Found
-    ) -> Iterator[tuple[Tensor, dict[int, plain.Kept]]]:
+    ) -> Iterator[tuple[Tensor, dict[int, definition.Kept]]]:
         for start, base in self._chunks():
             yield base, {i: self._open(i, start, base, found) for i in models}
 
-    def _open(self, i: int, start: int, base: Tensor, found: Found) -> plain.Kept:
+    def _open(self, i: int, start: int, base: Tensor, found: Found) -> definition.Kept:
         """A model's delta, and what is kept of it, for a chunk of the base."""
         stop = start + len(base)
         delta = self._read(self.parts[i], start, stop) - base
@@ -160,6 +162,8 @@ class TensorMerge:
             first = start // width * width
             last = -(-stop // width) * width
             whole = self._read(self.parts[i], first, last) - self._read(self.flat, first, last)
-            thresholds = plain.find_thresholds(thinning, whole, width)[start - first : stop - first]
+            thresholds = definition.find_thresholds(thinning, whole, width)[
+                start - first : stop - first
+            ]
         bounds = dict(zip(self.parts, found.bounds, strict=False)).get(i)
-        return plain.keep(delta, bits, thresholds, bounds, thinning.divides_each)
+        return definition.keep(delta, bits, thresholds, bounds, thinning.divides_each)

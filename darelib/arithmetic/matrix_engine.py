@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -15,7 +16,6 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from darelib.core.arrays import LEAST_SHARE, Array, Factors, find_span, library
-from darelib.core.formats import DTYPES
 from darelib.core.pieces import Crew, employ, multiply
 from darelib.core.text import LOG
 from darelib.core.tuning import TUNING
@@ -72,6 +72,7 @@ MEASURED_SIDE: Final = 1024  # of the product that tells how fast this machine m
 GPU_DEVICES: Final = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 
 
+@cache
 def load_gpu() -> Any:
     """torch, if it is there and finds a GPU."""
     if not shutil.which("nvidia-smi") and not any(path.exists() for path in GPU_DEVICES):
@@ -93,18 +94,6 @@ class MatrixEngine:
         self._torch: Any = load_gpu() if engine == "auto" else None
         self.on_gpu = self._torch is not None
         self.no_memory: Any = self._torch.OutOfMemoryError if self._torch else MemoryError
-
-    def upload(self, raw: Array, dtype: str) -> Array:
-        """Stored values as float32 on the GPU, flat."""
-        [name] = [name for name, stored in DTYPES.items() if stored == dtype]
-        moved = self._torch.from_numpy(raw).to(self.device)
-        return moved.view(getattr(self._torch, name)).float()
-
-    def describe(self, values: Array, threshold: float = 0.0) -> tuple[float, float, int]:
-        """The sum and the largest of |values| on the GPU, and how many are above a threshold."""
-        sizes = values.abs()
-        total = sizes.sum(dtype=self._torch.float64)
-        return float(total), float(sizes.max()), int((sizes > threshold).sum())
 
     def move(self, matrix: Array) -> Array:
         """A matrix to where it is computed with; here, if it has no room there."""

@@ -16,9 +16,7 @@ import torch
 import triton.language as tl
 from numpy.typing import NDArray
 
-from darelib.core.formats import DTYPES, FORMATS
-from darelib.core.mask import TILE, mask_key
-from darelib.kernels.gpu_kernels import (
+from darelib.arithmetic.gpu_kernels import (
     BINS,
     COPIES,
     LANES,
@@ -29,6 +27,8 @@ from darelib.kernels.gpu_kernels import (
     merge_kernel,
     products_kernel,
 )
+from darelib.core.formats import DTYPES, FORMATS
+from darelib.core.mask import TILE, mask_key
 from darelib.methods import METHODS, choose_looks, returns_model
 from darelib.methods.looks import (
     ArcLook,
@@ -57,7 +57,7 @@ COUNTED_ROWS: Final = 64  # models of tensors in one launch that counts: 32 MB
 
 
 def draw_bits(key: tuple[int, int], first_tile: int, tiles: int, device: torch.device) -> Tensor:
-    """Those of darelib.kernels.plain, in one launch instead of a hundred."""
+    """Those of darelib.arithmetic.definition, in one launch instead of a hundred."""
     bits = torch.empty(tiles * TILE, dtype=torch.int32, device=device)
     # With a sign, so that all are of 32 bits.
     low, high = (word - (word >> 31 << 32) for word in key)

@@ -12,9 +12,10 @@ from typing import Final
 
 import numpy as np
 
+from darelib.arithmetic.stored import decode, encode
 from darelib.core.arrays import Array, Matrices, add_up, find_matrices, library
 from darelib.core.drops import Bounds, End, Thinning
-from darelib.core.formats import FORMATS, widen
+from darelib.core.formats import FORMATS
 from darelib.core.mask import MASK_BITS, ROUNDS, TILE, mask_key
 from darelib.methods import METHODS, OPERATIONS, choose_looks, returns_model
 from darelib.methods.looks import (
@@ -26,6 +27,7 @@ from darelib.methods.looks import (
     GramLook,
     Look,
     Piece,
+    PieceLook,
     ScoreLook,
     TensorSettings,
     fold_columns,
@@ -69,37 +71,6 @@ def draw_bits(
 def draw_mask(key: tuple[int, int], threshold: int, start: int, count: int) -> Array:
     """Which elements from start on, a multiple of a tile, have bits below the threshold."""
     return draw_bits(key, start // TILE, -(-count // TILE))[:count] < threshold
-
-
-# --- stored values --------------------------------------------------------------------------------
-
-
-def decode(raw: Array, dtype: str, real: str) -> Array:
-    """Stored values as the floats to compute in ("F32" or "F64")."""
-    return widen(raw, dtype).astype(FORMATS[real].real, copy=False)
-
-
-def encode(values: Array, dtype: str) -> Array:
-    """Floats as stored values, rounded once, to nearest even; as unsigned integers."""
-    with np.errstate(over="ignore"):
-        if FORMATS[dtype].bits == 16 and values.dtype == np.float64:
-            values = round_to_odd(values)
-        if dtype != "BF16":
-            return values.astype(FORMATS[dtype].real).view(FORMATS[dtype].raw)
-    bits = values.view(np.uint32)
-    rounding = np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))
-    return ((bits + rounding) >> np.uint32(16)).astype(np.uint16)
-
-
-def round_to_odd(values: Array) -> Array:
-    """float64 to a float32 that rounds on to 16 bits just as the float64 would.
-
-    What does not fit is cut off, and the last bit says so.
-    """
-    lib = library(values)
-    near = lib.asarray(values, dtype=lib.float32)
-    bits = near.view(lib.int32) - lib.asarray(abs(near) > abs(values), dtype=lib.int32)
-    return (bits | lib.asarray(bits.view(lib.float32) != values, dtype=lib.int32)).view(lib.float32)
 
 
 # --- thinning and combining -----------------------------------------------------------------------
@@ -184,19 +155,24 @@ def merge_piece(
 # --- what methods must know of a whole tensor ----------------------------------------------
 
 
-def multiply_ends(origin: Array, kept: Mapping[int, Array], count: int) -> Sums:
+def dot(one: Array, other: Array) -> float:
+    lib = library(one)
+    return add_up(lib.asarray(one, dtype=lib.float64) * other)
+
+
+def multiply_ends(
+    origin: Array,
+    kept: Mapping[int, Array],
+    count: int,
+    dot: Callable[[Array, Array], float] = dot,
+) -> Sums:
     """The scalar products of so many ends, each with itself, then each with all behind it.
 
     An end is origin + kept, where the origin is the base, or 0.
     """
-    lib = library(origin)
     ends = [origin + kept[i] if i in kept else origin for i in range(count)]
-    squares: list[float] = []
-    products: list[float] = []
-    for i, end in enumerate(ends):
-        wide = lib.asarray(end, dtype=lib.float64)  # one at a time: they take memory
-        squares.append(add_up(wide * wide))
-        products += [add_up(wide * other) for other in ends[i + 1 :]]
+    squares = [dot(end, end) for end in ends]
+    products = [dot(end, other) for i, end in enumerate(ends) for other in ends[i + 1 :]]
     return (*squares, *products)
 
 
@@ -283,8 +259,8 @@ def examine(look: Look, pieces: Pieces) -> None:
         parts = list(opened)
         rows = [join(row) for row in zip(*(part.rows for part in parts), strict=True)]
         opened = iter([Piece(join([part.base for part in parts]), rows, 0, look.found.width)])
-    for piece in opened:
-        look.add_piece(piece)
+    if isinstance(look, PieceLook):
+        look.add({piece.start: look.measure(piece) for piece in opened})
     look.conclude(0)
 
 
@@ -351,18 +327,18 @@ def merge_tensor(
     """
     types = (dtype, output, *(kind for _, kind in finetuned.values()))
     real = "F64" if "F64" in types else "F32"
-    start = decode(base, dtype, real)
+    start = decode(base, dtype).astype(FORMATS[real].real)
     models = list(finetuned)
     if models and returns_model(settings):
         raw, kind = finetuned[0]
-        return encode(decode(raw, kind, real), output)
+        return encode(decode(raw, kind).astype(start.dtype), output)
 
     def open_whole(models: Sequence[int], found: Found) -> Iterator[tuple[Array, dict[int, Kept]]]:
         bounds = dict(zip(finetuned, found.bounds, strict=False))
         parts = {}
         for i in models:
             raw, kind = finetuned[i]
-            delta = decode(raw, kind, real) - start
+            delta = decode(raw, kind).astype(start.dtype) - start
             thinning = settings.thinnings[i]
             bits = draw_bits(mask_key(seed + i, name), 0, -(-len(delta) // TILE))[: len(delta)]
             ranked = thinning.scheme.thresholds

@@ -1,10 +1,10 @@
 """What Triton compiles for CUDA GPUs: many tensors in one launch, at the speed of their memory.
 
-The arithmetic is that of darelib.kernels.plain, to the bit: nothing is contracted to a fused
-multiply-add, divisions are rounded to nearest, and constants above 2^31 are arrays of uint32, since
-a literal would become an int64. A lane draws one Philox block, whose eight pieces belong to
-elements 128 apart, so that lanes side by side load elements side by side. A program loads all that
-it needs before it computes anything: the memory is busy while masks are drawn.
+The arithmetic is that of the definition, to the bit: nothing is contracted to a fused multiply-add,
+divisions are rounded to nearest, and constants above 2^31 are arrays of uint32, since a literal
+would become an int64. A lane draws one Philox block, whose eight pieces belong to elements 128
+apart, so that lanes side by side load elements side by side. A program loads all that it needs
+before it computes anything: the memory is busy while masks are drawn.
 """
 
 from typing import Any

@@ -1,0 +1,1 @@
+"""The arithmetic: one definition, and engines that give its very bits."""

@@ -1,0 +1,254 @@
+"""What is done to a chunk of a tensor, in NumPy: the definition's steps, with what a merge counts
+on the way. jitted.py has the same functions for Numba.
+
+Values are float32 or float64. An origin is what values are the difference from: the base, or zeros.
+"""
+
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from darelib.arithmetic import definition
+from darelib.arithmetic.engine import compiled
+from darelib.core.arrays import Array, add_up, fold_tiles
+from darelib.core.drops import Bounds
+from darelib.core.formats import BINS, DIGIT_BITS, FIRST_BIN
+from darelib.core.mask import KEEP_ALL, TILE
+from darelib.methods.looks import Coefficients, Piece
+from darelib.methods.method import add_rows as sum_rows
+from darelib.methods.ram import average as average_rows
+from darelib.methods.ties import elect as elect_rows
+
+LANES: Final = 4  # an analysis counts neighbours in different ones
+
+
+class Cut(NamedTuple):
+    """How one model's delta of a tensor is thinned and scaled."""
+
+    key_0: int
+    key_1: int
+    threshold: int = KEEP_ALL  # what has mask bits below it is kept
+    draws: bool = False  # whether the mask's bits matter
+    # What lies between low and high is kept, and of what equals them, what has bits below these.
+    bounded: bool = False
+    low: float = 0.0
+    high: float = 0.0
+    at_low: int = 0
+    at_high: int = 0
+    divided: bool = False  # each entry by its own probability to be kept
+    scale: float = 1.0
+    floor: float = 0.0  # what is smaller is dropped, too
+
+
+class Seen(NamedTuple):
+    """What was counted of one model's delta."""
+
+    size: float  # the sum of |delta|
+    peak: float  # the largest; infinite where a value is not finite
+    above: int  # how many are larger than what was asked
+    kept: int
+
+
+def find_peak(values: Array) -> float:
+    peak = float(np.abs(values).max(initial=0))
+    return peak if peak < np.inf else np.inf  # a NaN, too
+
+
+def add_lanes(values: Array) -> float:
+    """The sum: first of what has the same place in its tile, in float64."""
+    padded = np.pad(values.astype(np.float64), (0, -len(values) % TILE))
+    lanes = np.add.accumulate(padded.reshape(-1, TILE), 0)[-1:] if len(values) else padded
+    return float(fold_tiles(lanes.reshape(-1)).sum()) if len(values) else 0.0
+
+
+@compiled
+def thin(
+    values: Array,
+    origin: Array,
+    cut: Cut,
+    last_bits: NDArray[np.uint16],
+    first_tile: int,
+    skipped: int,
+    large: float,
+    row: Array,
+) -> tuple[float, float, int, int]:
+    """Put the thinned delta into row. Gives what Seen has, of all but some at the start.
+
+    last_bits: the largest mask bits with which each entry is kept, where ranks decide.
+    """
+    delta = values - origin
+    thresholds: Any = last_bits.astype(np.int32) + 1 if len(last_bits) else cut.threshold
+    bounds = Bounds(cut.low, cut.high, cut.at_low, cut.at_high) if cut.bounded else None
+    bits: Any = np.zeros(len(delta), np.int32)
+    if cut.draws:
+        key = (cut.key_0, cut.key_1)
+        bits = definition.draw_bits(key, first_tile, -(-len(delta) // TILE))[: len(delta)]
+    delta, mask, divisors = definition.keep(delta, bits, thresholds, bounds, cut.divided)
+    row[:] = definition.thin(delta, mask, divisors, cut.scale, cut.floor)
+    sizes = np.abs(delta)
+    sizes[:skipped] = 0
+    above = int(np.count_nonzero(sizes[skipped:] > sizes.dtype.type(large)))
+    return add_lanes(sizes), find_peak(sizes), above, int(np.count_nonzero(mask[skipped:]))
+
+
+def make_piece(base: Array, rows: Array) -> Piece:
+    return Piece(base, list(rows))
+
+
+@compiled
+def add_rows(base: Array, rows: Array, base_share: float, merged: Array) -> None:
+    """Put a share of the base and the sum of the models' rows into merged."""
+    merged[:] = sum_rows(make_piece(base, rows), Coefficients((), (), (), (), base_share))
+
+
+@compiled
+def average(
+    rows: Array, weights: NDArray[np.float64], first_share: float, elects: bool, merged: Array
+) -> None:
+    """Average the rows that are not 0 or, elects, that have the sign of what merged holds."""
+    own = Coefficients((), tuple(weights.tolist()), (), (), 0.0, first_share)
+    combine = elect_rows if elects else average_rows
+    merged[:] = combine(make_piece(np.zeros_like(merged), rows), own)
+
+
+@compiled
+def add_change(base: Array, merged: Array, lambda_coeff: float) -> tuple[float, float]:
+    """Turn the merged delta into the result, in place. Gives the largest |value|, as Seen has it,
+    and the sum of the base's.
+    """
+    merged[:] = definition.add_change(base, merged, lambda_coeff)
+    return find_peak(merged), add_lanes(np.abs(base))
+
+
+@compiled
+def count_digits(
+    values: Array,
+    origin: Array,
+    cut: Cut,
+    first_tile: int,
+    shift: int,
+    prefixes: NDArray[np.uint64],
+    raw: Any,
+    counts: NDArray[np.uint32],
+) -> None:
+    """Count |delta| of what the mask keeps by 16 bits of their pattern, from a bit on, for each of
+    two prefixes: of those whose higher bits are these.
+
+    raw: unsigned integers of the size of a value. counts: to which these are added.
+    """
+    delta = np.abs(values - origin)
+    if cut.draws:
+        first = first_tile * TILE
+        delta = delta[
+            definition.draw_mask((cut.key_0, cut.key_1), cut.threshold, first, len(delta))
+        ]
+    count_sizes(delta, shift, prefixes, raw, counts)
+
+
+def count_sizes(
+    sizes: Array, shift: int, prefixes: NDArray[np.uint64], raw: Any, counts: NDArray[np.uint32]
+) -> None:
+    patterns = sizes.view(raw).astype(np.uint64) >> np.uint64(shift)
+    for part, prefix in zip(counts, dict.fromkeys(prefixes.tolist()), strict=False):
+        fitting = patterns[patterns >> np.uint64(DIGIT_BITS) == np.uint64(prefix)]
+        digits = (fitting & np.uint64(0xFFFF)).astype(np.int64)
+        part += np.bincount(digits, minlength=len(part)).astype(np.uint32)
+
+
+@compiled
+def dot(one: Array, other: Array) -> float:
+    """The scalar product: of tiles by halves, then their sums by pairs of neighbours."""
+    return definition.dot(one, other)
+
+
+@compiled
+def add_sizes(values: Array) -> float:
+    return add_up(np.abs(values))
+
+
+@compiled
+def rank_rows(
+    sizes: NDArray[Any], by_rank: NDArray[np.uint16], skipped: int, count: int
+) -> NDArray[np.uint16]:
+    """What each entry of whole rows has by its rank, for so many of them, but for some at the
+    start. sizes: |delta| as unsigned integers.
+    """
+    ranks = definition.rank(sizes.astype(np.int64), len(by_rank))
+    return by_rank[ranks][skipped : skipped + count]
+
+
+@compiled
+def measure(
+    delta: Array, large: float, counts: NDArray[np.int64]
+) -> tuple[int, int, float, float, float]:
+    """How many are 0, and above a size; the sums of sizes and squares; the largest.
+
+    counts: by lane and bin, to which these are added.
+    """
+    sizes = np.abs(delta)
+    patterns = sizes.astype(np.float32).view(np.uint32)
+    bins = ((patterns >> 19).astype(np.int64) - FIRST_BIN).clip(0, BINS - 1)
+    counts[0] += np.bincount(bins, minlength=BINS)
+    zeros = int(np.count_nonzero(sizes == 0))
+    above = int(np.count_nonzero(sizes > sizes.dtype.type(large)))
+    return zeros, above, add_lanes(sizes), add_lanes(sizes * sizes), find_peak(sizes)
+
+
+@compiled
+def compare(one: Array, other: Array) -> tuple[float, int, int, float, float]:
+    """The scalar product of two deltas; how many entries have opposite signs, and are not 0 in
+    both; and how large they are there.
+    """
+    size = np.abs(one) + np.abs(other)
+    signs = np.sign(one) * np.sign(other)
+    opposed = signs < 0
+    both = signs != 0
+    return (
+        add_lanes(one * other),
+        int(np.count_nonzero(opposed)),
+        int(np.count_nonzero(both)),
+        add_lanes(np.where(opposed, size, 0)),
+        add_lanes(np.where(both, size, 0)),
+    )
+
+
+@compiled
+def add_product(left: Array, right: Array, product: Array, first: int) -> None:
+    """Add elements of left @ right from one of the first row on, in the order of the ranks."""
+    total = np.zeros((left.shape[0], right.shape[1]), product.dtype)
+    flat = total.reshape(-1)[first : first + len(product)]
+    flat[:] = product
+    for k in range(left.shape[1]):
+        total += left[:, k : k + 1] * right[k]
+    product[:] = flat
+
+
+@compiled
+def take_kept(
+    raw: NDArray[Any], key_0: int, key_1: int, threshold: int, first_tile: int
+) -> NDArray[Any]:
+    """The stored values that a mask keeps."""
+    return raw[definition.draw_mask((key_0, key_1), threshold, first_tile * TILE, len(raw))]
+
+
+@compiled
+def put_kept(
+    base: Array,
+    entries: Array,
+    key_0: int,
+    key_1: int,
+    threshold: int,
+    first_tile: int,
+    values: Array,
+) -> int:
+    """Make values of entries where a mask keeps them, as far as there are any, and of the base's.
+
+    Gives how many it keeps.
+    """
+    values[:] = base
+    mask = definition.draw_mask((key_0, key_1), threshold, first_tile * TILE, len(values))
+    places = np.flatnonzero(mask)
+    filled = places[: len(entries)]
+    values[filled] = entries[: len(filled)]
+    return len(places)

@@ -1,0 +1,93 @@
+"""Which engine computes: functions that Numba compiles, or their definition in NumPy.
+
+Both give the same bits. Numba takes most of a second to load, so small merges do without it.
+"""
+
+import importlib
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any, Final, ParamSpec, TypeVar
+
+import numpy as np
+
+from darelib.core.text import LOG, DareError
+from darelib.core.tuning import TUNING
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+JITTED: Final = "darelib.arithmetic.jitted"
+
+
+class Engine:
+    """What this process computes with."""
+
+    def __init__(self) -> None:
+        self.jitted: Any = None  # the compiled functions, while they are used
+        self._loaded: Any = None
+        self._failure = ""  # why Numba cannot be used; what failed once is not tried again
+        self._work = 0
+        self._is_wanted = False  # by name, so that a failure is an error
+
+    def choose(self, engine: str, work: int) -> None:
+        """For so many entries of models: auto takes Numba once that pays for loading it."""
+        self._work += work
+        self._is_wanted = engine == "numba"
+        is_large = self._is_wanted or self._work >= TUNING.compiled_work
+        self.jitted = self._load() if engine != "plain" and is_large else None
+
+    def _load(self) -> Any:
+        if self._failure:
+            self.give_up(self._failure)
+        elif self._loaded is None:
+            try:
+                self._loaded = importlib.import_module(JITTED)
+            except Exception as error:  # of an import, or because there is no place for its cache
+                self.give_up(error)
+            else:
+                announce(self._loaded)
+        return self._loaded
+
+    def give_up(self, reason: object) -> None:
+        """Let NumPy compute from now on."""
+        self.jitted = None
+        self._loaded = None
+        is_new = not self._failure
+        self._failure = str(reason).strip().partition("\n")[0] or type(reason).__name__
+        if self._is_wanted:
+            raise DareError(
+                f"the engine numba cannot be used: {self._failure}", "use engine auto or plain"
+            )
+        if is_new:
+            LOG.warning(
+                f"Numba cannot be used ({self._failure}), so NumPy computes: the same result, many "
+                "times slower"
+            )
+
+
+ENGINE: Final = Engine()
+
+
+def announce(jitted: Any) -> None:
+    """Tell of the seconds that the first large merge of an installation waits."""
+    folder = Path(jitted.thin.stats.cache_path)
+    if not any(folder.glob("jitted.thin-*.nbi")):
+        LOG.info("compiling for this machine, once; later runs start at once")
+
+
+def compiled(define: Callable[P, R]) -> Callable[P, R]:
+    """Let the function of the same name in jitted.py compute, where it is used."""
+    name = define.__name__
+
+    @wraps(define)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if ENGINE.jitted is not None:
+            try:
+                return getattr(ENGINE.jitted, name)(*args, **kwargs)
+            except Exception as error:  # of a compiler: compiled functions raise none
+                ENGINE.give_up(error)
+        with np.errstate(all="ignore"):  # what is not finite is found in the result
+            return define(*args, **kwargs)
+
+    return run

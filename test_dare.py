@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 import dare
 from dare import DareConfig, DareError, DareMerger
-from darelib.arithmetic import plain
+from darelib.arithmetic import definition as plain
 from darelib.config import SETTINGS
 from darelib.core.mask import keep_rate, keep_threshold, mask_key
 from darelib.core.tuning import TUNING

@@ -75,19 +75,20 @@ def list_tensors() -> Iterator[tuple[str, tuple[int, ...]]]:
 def make_holes(folder: Path) -> Path:
     """A model whose tensors are zeros that take no room."""
     sys.path.insert(0, str(ROOT))
-    from darelib.models.tensorfile import TensorInfo, header_bytes
+    from darelib.models.forms import Entry
+    from darelib.models.tensorfile import header_bytes
 
     folder.mkdir()
-    tensors = {name: TensorInfo("BF16", shape) for name, shape in list_tensors()}
+    tensors = {name: Entry("BF16", shape) for name, shape in list_tensors()}
     limit = sum(info.nbytes for info in tensors.values()) / SHARDS
-    shards = [dict[str, TensorInfo]()]
+    shards = [dict[str, Entry]()]
     place = 0
     weight_map = {}
     for name, info in tensors.items():
         if place > limit * len(shards):
             shards.append({})
         used = sum(other.nbytes for other in shards[-1].values())
-        shards[-1][name] = TensorInfo("BF16", info.shape, used)
+        shards[-1][name] = Entry("BF16", info.shape, used)
         place += info.nbytes
     for number, shard in enumerate(shards, 1):
         file = folder / f"model-{number:05d}-of-{len(shards):06d}.safetensors"

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import dare
 from dare import DareConfig, DareMerger
-from darelib.arithmetic import plain
+from darelib.arithmetic import definition as plain
 from darelib.config import Chooser
 from darelib.core.mask import keep_threshold, mask_key
 from darelib.core.tuning import TUNING

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 import dare
 from dare import DareConfig, DareError, DareMerger
-from darelib.arithmetic import definition as plain
+from darelib.arithmetic import definition
 from darelib.config import SETTINGS
 from darelib.core.mask import keep_rate, keep_threshold, mask_key
 from darelib.core.tuning import TUNING
@@ -123,7 +123,7 @@ def assert_same(one: Model, other: Model) -> None:
 
 
 def draw_mask(seed: int, name: str, count: int, drop_rate: float) -> np.ndarray:
-    return plain.draw_mask(mask_key(seed, name), keep_threshold(drop_rate), 0, count)
+    return definition.draw_mask(mask_key(seed, name), keep_threshold(drop_rate), 0, count)
 
 
 @pytest.fixture(autouse=True)

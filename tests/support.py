@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import dare
 from dare import DareConfig, DareMerger
-from darelib.arithmetic import definition as plain
+from darelib.arithmetic import definition
 from darelib.config import Chooser
 from darelib.core.mask import keep_threshold, mask_key
 from darelib.core.tuning import TUNING
@@ -322,7 +322,7 @@ def merge(folder: Path, base: Tensors, *models: Tensors, **config: Any) -> Tenso
 
 
 def define(base: Tensors, models: list[Tensors], **config: Any) -> Tensors:
-    """What the definition in kernels/plain makes of models: the oracle for every other engine."""
+    """What the definition makes of models: the oracle for every other engine."""
     settings = DareConfig(**config)
     merged = {}
     for name, tensor in base.items():
@@ -332,7 +332,7 @@ def define(base: Tensors, models: list[Tensors], **config: Any) -> Tensors:
             if name in model
         }
         output = getattr(torch, settings.dtype) if settings.dtype else tensor.dtype
-        made = plain.merge_tensor(
+        made = definition.merge_tensor(
             name,
             raw(tensor),
             STORED[tensor.dtype],
@@ -369,7 +369,7 @@ def draw_pieces(key: tuple[int, ...], blocks: np.ndarray) -> np.ndarray:
 
 def mask(seed: int, name: str, count: int, drop_rate: float) -> np.ndarray:
     """Which entries of a tensor the definition keeps."""
-    return plain.draw_mask(mask_key(seed, name), keep_threshold(drop_rate), 0, count)
+    return definition.draw_mask(mask_key(seed, name), keep_threshold(drop_rate), 0, count)
 
 
 # --- what came out --------------------------------------------------------------------------------

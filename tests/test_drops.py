@@ -35,7 +35,7 @@ from tests.support import (
     tune,
     write_adapter,
 )
-from tests.test_kernels import DEVICES, merge_by
+from tests.test_arithmetic import DEVICES, merge_by
 from tests.test_packed import pack
 
 DROPS = ("random", "magnitude", "breadcrumbs", "della")

@@ -31,7 +31,7 @@ from tests.support import (
     save,
     tune,
 )
-from tests.test_kernels import DEVICES
+from tests.test_arithmetic import DEVICES
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {

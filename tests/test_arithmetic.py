@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from darelib.arithmetic.engines import load_kernels
-from darelib.arithmetic.records import Buffers
 
 from dare import ConfigError, DareConfig, DareError, dare_drop, dare_merge, dare_sparsify
-from darelib.arithmetic import KernelSpec, plain
-from darelib.core.interrupts import Interrupts
+from darelib.arithmetic import definition
+from darelib.arithmetic.chunks import take_kept
+from darelib.arithmetic.engine import ENGINE
 from darelib.core.mask import keep_rate, mask_key
 from tests.support import (
     BF16,
@@ -38,7 +37,6 @@ from tests.support import (
 )
 
 SLOW = pytest.mark.slow
-SUM = KernelSpec("sum", "BF16", "BF16", "BF16")
 BITS = {BF16: torch.int16, F16: torch.int16, F32: torch.int32, F64: torch.int64}
 DEVICES = [
     "cpu",
@@ -126,18 +124,11 @@ def test_masks_are_philox_also_beyond_two_to_the_32_elements(tile: int, threshol
     key = struct.unpack("<II", hashlib.blake2b(b"42:huge", digest_size=8).digest())
     bits = draw_pieces(key, np.arange(tile * 128, tile * 128 + 128, dtype=np.uint64)).ravel()
     assert key == mask_key(42, "huge")
-    assert np.array_equal(plain.draw_bits(key, tile, 1), bits)
-    assert np.array_equal(plain.draw_bits(key, tile, 1, torch.arange), bits)
-    with Interrupts() as interrupts:
-        kernel = load_kernels([SUM], "numba", interrupts, 1)[SUM]
-    buffers = Buffers(1, 2048, {"sum"})
-    buffers.finetuned.view(np.uint16)[:] = 0x3F80  # 1.0 on a base of zeros
-    given = {"key_0": key[0], "key_1": key[1], "scale": 1, "threshold": threshold}
-    for name, value in given.items():
-        buffers.models[name] = value
-    buffers.tensor["lambda_coeff"] = 1
-    kernel(buffers, 1024, 1, tile)
-    assert np.array_equal(buffers.output.view(np.uint16) != 0, bits < threshold)
+    assert np.array_equal(definition.draw_bits(key, tile, 1), bits)
+    assert np.array_equal(definition.draw_bits(key, tile, 1, torch.arange), bits)
+    ENGINE.choose("numba", 0)
+    kept = take_kept(np.arange(1024, dtype=np.uint16), *key, threshold, tile)
+    assert np.array_equal(kept, np.flatnonzero(bits < threshold))
 
 
 def test_masks_keep_the_share_that_rescales_and_are_independent_of_each_other() -> None:

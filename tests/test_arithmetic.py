@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from dare import ConfigError, DareConfig, DareError, dare_drop, dare_merge, dare_sparsify
-from darelib.arithmetic import definition
-from darelib.arithmetic.chunks import take_kept
+from darelib.arithmetic import chunks, definition, stored
+from darelib.arithmetic.chunks import Cut
 from darelib.arithmetic.engine import ENGINE
 from darelib.core.mask import keep_rate, mask_key
 from tests.support import (
@@ -127,7 +127,7 @@ def test_masks_are_philox_also_beyond_two_to_the_32_elements(tile: int, threshol
     assert np.array_equal(definition.draw_bits(key, tile, 1), bits)
     assert np.array_equal(definition.draw_bits(key, tile, 1, torch.arange), bits)
     ENGINE.choose("numba", 0)
-    kept = take_kept(np.arange(1024, dtype=np.uint16), *key, threshold, tile)
+    kept = chunks.take_kept(np.arange(1024, dtype=np.uint16), *key, threshold, tile)
     assert np.array_equal(kept, np.flatnonzero(bits < threshold))
 
 
@@ -146,6 +146,117 @@ def test_masks_keep_the_share_that_rescales_and_are_independent_of_each_other() 
     pairs += [(one[far:], one[:-far]) for one in masks for far in (1, 2, 127, 128, 129, 512, 1024)]
     for one, other in pairs:
         assert abs(np.mean(one & other) - 0.25) < 5 * math.sqrt(0.25 * 0.75 / len(one))
+
+
+# --- compiled functions ---------------------------------------------------------------------------
+
+NOTHING = np.zeros(0, np.uint16)
+KEYS = (0x12345678, 0x9ABCDEF0)
+CUTS = {
+    "all": Cut(*KEYS),
+    "random": Cut(*KEYS, threshold=6554, draws=True, scale=10.0),
+    "above a floor": Cut(*KEYS, threshold=40_000, draws=True, scale=1.5, floor=0.01),
+    "by size": Cut(*KEYS, 1 << 16, True, True, 0.01, 0.03, 20_000, 50_000, scale=2.0),
+}
+
+
+def draw_values(count: int, real: Any, seed: int) -> np.ndarray:
+    """Random numbers, some of which are equal, 0 or -0."""
+    return (np.random.default_rng(seed).standard_normal(count) * 0.02).astype(real).round(4)
+
+
+def run_both(function: Any, *given: Any) -> Any:
+    """What both make of copies of these arguments: the same, and the same of the arguments."""
+    found = []
+    for engine in ("numba", "plain"):
+        ENGINE.choose(engine, 0)
+        copies = [each.copy() if isinstance(each, np.ndarray) else each for each in given]
+        result = function(*copies)
+        parts = list(result) if isinstance(result, tuple) else [result]
+        found.append([*parts, *copies])
+        assert (ENGINE.jitted is None) == (engine == "plain")
+    for one, other in zip(*found, strict=True):
+        if isinstance(one, np.ndarray):
+            assert (one.dtype, one.tobytes()) == (other.dtype, other.tobytes())
+        else:
+            assert one == other or (one != one and other != other)
+    return found[0]
+
+
+@pytest.mark.parametrize("count", [1, 1024, 5000])
+@pytest.mark.parametrize("real", [np.float32, np.float64])
+def test_compiled_functions_give_the_bits_of_those_that_define_them(real: Any, count: int) -> None:
+    base, one, other = (draw_values(count, real, k) for k in range(3))
+    rows = np.stack([one, other, one])
+    row, merged = np.zeros((2, count), real)
+    for cut in CUTS.values():
+        for skipped in (0, min(count, 300)):
+            run_both(chunks.thin, one, base, cut, NOTHING, 3, skipped, 0.02, row)
+    last_bits = np.random.default_rng(4).integers(0, 1 << 16, count).astype(np.uint16)
+    ranked = CUTS["random"]._replace(divided=True)
+    run_both(chunks.thin, one, base, ranked, last_bits, 3, 0, 0.02, row)
+    run_both(chunks.add_rows, base, rows, -0.5, merged)
+    merged = run_both(chunks.add_rows, base, rows, 0.0, merged)[-1]
+    for elects in (True, False):
+        run_both(chunks.average, rows, np.array([1.0, 0.3, 2.0]), 0.25, elects, merged)
+    run_both(chunks.add_change, base, merged, 0.7)
+    run_both(chunks.dot, one, other)
+    run_both(chunks.add_sizes, one)
+    run_both(chunks.measure, one, 0.02, np.zeros(1024, np.int64))
+    run_both(chunks.compare, one, other)
+    raw = one.view(f"u{one.itemsize}")
+    run_both(chunks.take_kept, raw, *KEYS, 6554, 3)
+    run_both(chunks.put_kept, base, one[: count // 20], *KEYS, 6554, 3, row)
+    for cut in (CUTS["all"], CUTS["random"]):
+        patterns = abs(one - base).view(raw.dtype).astype(np.uint64)
+        top = 8 * one.itemsize - 16
+        known = [*(patterns[:2] >> np.uint64(top)), 0]
+        for down, prefixes in ((top, [0, 0]), (top - 16, known)):
+            wanted = np.array(prefixes[:2], np.uint64)
+            counts = np.zeros((2, 1 << 16), np.uint32)
+            given = (one, base, cut, 3, down, wanted, raw.dtype.type, counts)
+            run_both(chunks.count_digits, *given)
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_shows_in_the_largest_value(odd: float) -> None:
+    good, bad = draw_values(3000, np.float32, 1), draw_values(3000, np.float32, 2)
+    bad[2500] = odd
+    for engine in ("numba", "plain"):
+        ENGINE.choose(engine, 0)
+        assert chunks.thin(bad, good, CUTS["all"], NOTHING, 0, 0, 0.1, good.copy())[1] == math.inf
+        assert chunks.add_change(good, bad.copy(), 1.0)[0] == math.inf
+        assert chunks.measure(bad, 0.1, np.zeros(1024, np.int64))[4] == math.inf
+
+
+@pytest.mark.parametrize("width", [1, 7, 16, 17, 640, 4096])
+@pytest.mark.parametrize("real", [np.float32, np.float64])
+def test_compiled_ranks_are_those_of_a_stable_sort(real: Any, width: int) -> None:
+    sizes = abs(draw_values(3 * width, real, 1)).view(f"u{np.dtype(real).itemsize}")
+    by_rank = np.random.default_rng(2).integers(0, 1 << 16, width).astype(np.uint16)
+    skipped = width // 3
+    run_both(chunks.rank_rows, sizes, by_rank, skipped, 2 * width)
+
+
+@pytest.mark.parametrize("real", [np.float32, np.float64])
+def test_compiled_products_are_added_in_the_order_of_the_ranks(real: Any) -> None:
+    left = draw_values(5 * 7, real, 1).reshape(5, 7)
+    right = draw_values(7 * 3000, real, 2).reshape(7, 3000)
+    product = draw_values(11_000, real, 3)
+    made = run_both(chunks.add_product, left, right, product, 1500)[3]
+    wide = left.astype(np.longdouble) @ right
+    assert np.allclose(made, product + wide.reshape(-1)[1500:12_500].astype(real), atol=1e-6)
+
+
+@pytest.mark.parametrize("function", ["bf16", "f16"])
+def test_compiled_functions_read_and_round_every_16_bits(function: str) -> None:
+    raw = np.arange(1 << 16, dtype=np.uint16)
+    values = run_both(getattr(stored, f"widen_{function}"), raw)[0]
+    bits = values.view(np.uint32)
+    steps = np.array([0, 1, 0xFFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001], np.uint32)
+    between = bits[:, None] + steps
+    numbers = between.ravel().view(np.float32)
+    run_both(getattr(stored, f"narrow_{function}"), numbers[~np.isnan(numbers)])
 
 
 # --- the same bits --------------------------------------------------------------------------------

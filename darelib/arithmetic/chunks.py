@@ -4,14 +4,15 @@ on the way. jitted.py has the same functions for Numba.
 Values are float32 or float64. An origin is what values are the difference from: the base, or zeros.
 """
 
-from typing import Any, Final, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from darelib.arithmetic import definition
 from darelib.arithmetic.engine import compiled
-from darelib.core.arrays import Array, add_up, fold_tiles
+from darelib.core.arrays import Array, add_in_turn, add_up, fold_tiles
 from darelib.core.drops import Bounds
 from darelib.core.formats import BINS, DIGIT_BITS, FIRST_BIN
 from darelib.core.mask import KEEP_ALL, TILE
@@ -19,8 +20,6 @@ from darelib.methods.looks import Coefficients, Piece
 from darelib.methods.method import add_rows as sum_rows
 from darelib.methods.ram import average as average_rows
 from darelib.methods.ties import elect as elect_rows
-
-LANES: Final = 4  # an analysis counts neighbours in different ones
 
 
 class Cut(NamedTuple):
@@ -44,10 +43,15 @@ class Cut(NamedTuple):
 class Seen(NamedTuple):
     """What was counted of one model's delta."""
 
-    size: float  # the sum of |delta|
+    sizes: Array  # the sum of |delta| of each tile
     peak: float  # the largest; infinite where a value is not finite
     above: int  # how many are larger than what was asked
     kept: int
+
+
+def join_seen(parts: Sequence[Seen]) -> Seen:
+    sizes, peaks, above, kept = zip(*parts, strict=True)
+    return Seen(np.concatenate(sizes), max(peaks), sum(above), sum(kept))
 
 
 def find_peak(values: Array) -> float:
@@ -55,11 +59,8 @@ def find_peak(values: Array) -> float:
     return peak if peak < np.inf else np.inf  # a NaN, too
 
 
-def add_lanes(values: Array) -> float:
-    """The sum: first of what has the same place in its tile, in float64."""
-    padded = np.pad(values.astype(np.float64), (0, -len(values) % TILE))
-    lanes = np.add.accumulate(padded.reshape(-1, TILE), 0)[-1:] if len(values) else padded
-    return float(fold_tiles(lanes.reshape(-1)).sum()) if len(values) else 0.0
+def add_tiles(values: Array) -> float:
+    return add_in_turn(fold_tiles(values))
 
 
 @compiled
@@ -72,7 +73,7 @@ def thin(
     skipped: int,
     large: float,
     row: Array,
-) -> tuple[float, float, int, int]:
+) -> tuple[Array, float, int, int]:
     """Put the thinned delta into row. Gives what Seen has, of all but some at the start.
 
     last_bits: the largest mask bits with which each entry is kept, where ranks decide.
@@ -89,7 +90,7 @@ def thin(
     sizes = np.abs(delta)
     sizes[:skipped] = 0
     above = int(np.count_nonzero(sizes[skipped:] > sizes.dtype.type(large)))
-    return add_lanes(sizes), find_peak(sizes), above, int(np.count_nonzero(mask[skipped:]))
+    return fold_tiles(sizes), find_peak(sizes), above, int(np.count_nonzero(mask[skipped:]))
 
 
 def make_piece(base: Array, rows: Array) -> Piece:
@@ -106,19 +107,22 @@ def add_rows(base: Array, rows: Array, base_share: float, merged: Array) -> None
 def average(
     rows: Array, weights: NDArray[np.float64], first_share: float, elects: bool, merged: Array
 ) -> None:
-    """Average the rows that are not 0 or, elects, that have the sign of what merged holds."""
+    """Average the rows that are not 0 or, elects, that have the sign of their sum.
+
+    merged: that sum, which the average takes the place of.
+    """
     own = Coefficients((), tuple(weights.tolist()), (), (), 0.0, first_share)
     combine = elect_rows if elects else average_rows
     merged[:] = combine(make_piece(np.zeros_like(merged), rows), own)
 
 
 @compiled
-def add_change(base: Array, merged: Array, lambda_coeff: float) -> tuple[float, float]:
+def add_change(base: Array, merged: Array, lambda_coeff: float) -> tuple[float, Array]:
     """Turn the merged delta into the result, in place. Gives the largest |value|, as Seen has it,
-    and the sum of the base's.
+    and the sum of the base's by tile.
     """
     merged[:] = definition.add_change(base, merged, lambda_coeff)
-    return find_peak(merged), add_lanes(np.abs(base))
+    return find_peak(merged), fold_tiles(np.abs(base))
 
 
 @compiled
@@ -184,15 +188,15 @@ def measure(
 ) -> tuple[int, int, float, float, float]:
     """How many are 0, and above a size; the sums of sizes and squares; the largest.
 
-    counts: by lane and bin, to which these are added.
+    counts: by bin, to which these are added.
     """
     sizes = np.abs(delta)
     patterns = sizes.astype(np.float32).view(np.uint32)
     bins = ((patterns >> 19).astype(np.int64) - FIRST_BIN).clip(0, BINS - 1)
-    counts[0] += np.bincount(bins, minlength=BINS)
+    counts += np.bincount(bins, minlength=BINS)
     zeros = int(np.count_nonzero(sizes == 0))
     above = int(np.count_nonzero(sizes > sizes.dtype.type(large)))
-    return zeros, above, add_lanes(sizes), add_lanes(sizes * sizes), find_peak(sizes)
+    return zeros, above, add_tiles(sizes), add_tiles(sizes * sizes), find_peak(sizes)
 
 
 @compiled
@@ -205,11 +209,11 @@ def compare(one: Array, other: Array) -> tuple[float, int, int, float, float]:
     opposed = signs < 0
     both = signs != 0
     return (
-        add_lanes(one * other),
+        add_tiles(one * other),
         int(np.count_nonzero(opposed)),
         int(np.count_nonzero(both)),
-        add_lanes(np.where(opposed, size, 0)),
-        add_lanes(np.where(both, size, 0)),
+        add_tiles(np.where(opposed, size, 0)),
+        add_tiles(np.where(both, size, 0)),
     )
 
 

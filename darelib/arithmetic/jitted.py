@@ -147,6 +147,14 @@ def fold_neighbours(values: Any) -> Any:  # compiled
 
 
 @inline
+def find_largest(values: Any) -> Any:  # compiled
+    largest = values[0]
+    for j in range(1, len(values)):
+        largest = values[j] if values[j] > largest else largest
+    return largest
+
+
+@inline
 def choose_by_size(delta: Any, cut: Any, bits: Any) -> None:  # compiled
     """Make bits 0 where |delta| is within the bounds, else 1."""
     real = delta.dtype.type
@@ -181,10 +189,13 @@ def thin(
     least = real(large)
     threshold = np.uint16(cut.threshold - 1)
     delta = np.empty(TILE, values.dtype)
-    divisors = np.ones(TILE, values.dtype)
-    peaks = np.zeros(TILE, values.dtype)
-    sizes = np.zeros(TILE, np.float64)
-    bits = np.zeros(TILE, np.uint16)
+    divisors = np.empty(TILE, values.dtype)
+    peaks = np.empty(TILE, values.dtype)
+    sizes = np.empty(TILE, values.dtype)
+    sums = np.empty(-(-len(values) // TILE), values.dtype)
+    bits = np.empty(TILE, np.uint16)
+    peaks[:] = zero
+    bits[:] = np.uint16(0)
     broken = np.int64(0)
     above = np.int64(0)
     kept = np.int64(0)
@@ -212,13 +223,16 @@ def thin(
         many = np.uint32(0)
         odd = np.uint32(0)
         survivors = np.uint32(0)
+        if width < TILE or start == 0:
+            sizes[:] = zero
         for j in range(skipped if start == 0 else 0, width):
             magnitude = abs(delta[j])
-            sizes[j] += np.float64(magnitude)
+            sizes[j] = magnitude
             peaks[j] = magnitude if magnitude > peaks[j] else peaks[j]
             many += np.uint32(magnitude > least)
             odd += np.uint32(not magnitude < limit)
             survivors += np.uint32(bits[j] <= last)
+        sums[start // TILE] = fold(sizes)
         above += many
         broken += odd
         kept += survivors
@@ -230,8 +244,8 @@ def thin(
         else:
             for j in range(width):
                 made[j] = delta[j] * scale if bits[j] <= last else zero
-    peak = np.inf if broken else np.float64(np.max(peaks))
-    return fold(sizes), peak, above, kept
+    peak = np.inf if broken else np.float64(find_largest(peaks))
+    return sums, peak, above, kept
 
 
 @jit
@@ -276,12 +290,16 @@ def average(
 def add_change(base: Any, merged: Any, lambda_coeff: float) -> Any:  # compiled
     real = base.dtype.type
     factor, limit = real(lambda_coeff), real(np.inf)
-    peaks = np.zeros(TILE, base.dtype)
-    sizes = np.zeros(TILE, np.float64)
+    peaks = np.empty(TILE, base.dtype)
+    sizes = np.empty(TILE, base.dtype)
+    sums = np.empty(-(-len(base) // TILE), base.dtype)
+    peaks[:] = real(0)
     broken = np.int64(0)
     for start in range(0, len(base), TILE):
         own, made = base[start : start + TILE], merged[start : start + TILE]
         odd = np.uint32(0)
+        if len(own) < TILE:
+            sizes[:] = real(0)
         for j in range(len(own)):
             change = factor * made[j]
             total = own[j] + change
@@ -289,10 +307,11 @@ def add_change(base: Any, merged: Any, lambda_coeff: float) -> Any:  # compiled
             magnitude = abs(value)
             peaks[j] = magnitude if magnitude > peaks[j] else peaks[j]
             odd += np.uint32(not magnitude < limit)
-            sizes[j] += np.float64(abs(own[j]))
+            sizes[j] = abs(own[j])
             made[j] = value
+        sums[start // TILE] = fold(sizes)
         broken += odd
-    return np.inf if broken else np.float64(np.max(peaks)), fold(sizes)
+    return np.inf if broken else np.float64(find_largest(peaks)), sums
 
 
 # --- looks ----------------------------------------------------------------------------------------
@@ -342,7 +361,8 @@ def count_digits(
 @jit
 def dot(one: Any, other: Any) -> Any:  # compiled
     tiles = (len(one) + TILE - 1) // TILE
-    sums = np.zeros(max(tiles, 1), np.float64)
+    sums = np.empty(max(tiles, 1), np.float64)
+    sums[0] = 0.0
     products = np.empty(TILE, np.float64)
     for tile in range(tiles):
         mine, theirs = (
@@ -359,7 +379,8 @@ def dot(one: Any, other: Any) -> Any:  # compiled
 @jit
 def add_sizes(values: Any) -> Any:  # compiled
     tiles = (len(values) + TILE - 1) // TILE
-    sums = np.zeros(max(tiles, 1), np.float64)
+    sums = np.empty(max(tiles, 1), np.float64)
+    sums[0] = 0.0
     sizes = np.empty(TILE, np.float64)
     for tile in range(tiles):
         mine = values[tile * TILE : (tile + 1) * TILE]
@@ -461,10 +482,14 @@ def rank_rows(sizes: Any, by_rank: Any, skipped: int, count: int) -> Any:  # com
 def measure(delta: Any, large: float, counts: Any) -> Any:  # compiled
     real = delta.dtype.type
     least, limit = real(large), real(np.inf)
-    peaks = np.zeros(TILE, delta.dtype)
-    sizes = np.zeros(TILE, np.float64)
-    squares = np.zeros(TILE, np.float64)
-    bins = np.zeros(TILE, np.uint16)
+    peaks = np.empty(TILE, delta.dtype)
+    sizes = np.empty(TILE, delta.dtype)
+    squares = np.empty(TILE, delta.dtype)
+    bins = np.empty(TILE, np.uint16)
+    peaks[:] = real(0)
+    lanes = np.zeros((4, BINS), np.int64)
+    size = np.float64(0)
+    square = np.float64(0)
     zeros = np.int64(0)
     above = np.int64(0)
     broken = np.int64(0)
@@ -473,14 +498,19 @@ def measure(delta: Any, large: float, counts: Any) -> Any:  # compiled
         none = np.uint32(0)
         many = np.uint32(0)
         odd = np.uint32(0)
+        if len(mine) < TILE:
+            sizes[:] = real(0)
+            squares[:] = real(0)
         for j in range(len(mine)):
             magnitude = abs(mine[j])
             peaks[j] = magnitude if magnitude > peaks[j] else peaks[j]
-            sizes[j] += np.float64(magnitude)
-            squares[j] += np.float64(magnitude * magnitude)
+            sizes[j] = magnitude
+            squares[j] = magnitude * magnitude
             none += np.uint32(magnitude == 0)
             many += np.uint32(magnitude > least)
             odd += np.uint32(not magnitude < limit)
+        size += fold(sizes)
+        square += fold(squares)
         zeros += none
         above += many
         broken += odd
@@ -489,24 +519,34 @@ def measure(delta: Any, large: float, counts: Any) -> Any:  # compiled
             place = np.uint32(max(place, np.uint32(FIRST_BIN)) - np.uint32(FIRST_BIN))
             bins[j] = np.uint16(min(place, np.uint32(BINS - 1)))
         for j in range(len(mine)):  # neighbours in different lanes: adding again would wait
-            counts[j & 3, bins[j]] += np.int64(1)
-    peak = np.inf if broken else np.float64(np.max(peaks))
-    return zeros, above, fold(sizes), fold(squares), peak
+            lanes[j & 3, bins[j]] += np.int64(1)
+    for k in range(4):
+        for j in range(BINS):
+            counts[j] += lanes[k, j]
+    peak = np.inf if broken else np.float64(find_largest(peaks))
+    return zeros, above, size, square, peak
 
 
 @jit
 def compare(one: Any, other: Any) -> Any:  # compiled
     real = one.dtype.type
     zero = real(0)
-    products = np.zeros(TILE, np.float64)
-    opposed_sizes = np.zeros(TILE, np.float64)
-    both_sizes = np.zeros(TILE, np.float64)
+    products = np.empty(TILE, one.dtype)
+    opposed_sizes = np.empty(TILE, one.dtype)
+    both_sizes = np.empty(TILE, one.dtype)
+    product = np.float64(0)
+    opposed_size = np.float64(0)
+    both_size = np.float64(0)
     opposed = np.int64(0)
     both = np.int64(0)
     for start in range(0, len(one), TILE):
         mine, theirs = one[start : start + TILE], other[start : start + TILE]
         apart = np.uint32(0)
         shared = np.uint32(0)
+        if len(mine) < TILE:
+            products[:] = zero
+            opposed_sizes[:] = zero
+            both_sizes[:] = zero
         for j in range(len(mine)):
             a, b = mine[j], theirs[j]
             up = real(a > 0) + real(b > 0)
@@ -516,12 +556,15 @@ def compare(one: Any, other: Any) -> Any:  # compiled
             size = abs(a) + abs(b)
             apart += np.uint32(is_opposed)
             shared += np.uint32(is_both)
-            products[j] += np.float64(a * b)
-            opposed_sizes[j] += np.float64(size if is_opposed else zero)
-            both_sizes[j] += np.float64(size if is_both else zero)
+            products[j] = a * b
+            opposed_sizes[j] = size if is_opposed else zero
+            both_sizes[j] = size if is_both else zero
+        product += fold(products)
+        opposed_size += fold(opposed_sizes)
+        both_size += fold(both_sizes)
         opposed += apart
         both += shared
-    return fold(products), opposed, both, fold(opposed_sizes), fold(both_sizes)
+    return product, opposed, both, opposed_size, both_size
 
 
 # --- adapters and packs ---------------------------------------------------------------------------

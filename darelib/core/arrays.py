@@ -39,6 +39,11 @@ def fold_tiles(values: Array) -> Array:
     return tiles[:, 0]
 
 
+def add_in_turn(sums: Array) -> float:
+    """The sum, in float64, one after the other: in pieces as in one."""
+    return float(library(sums).cumsum(sums, dtype="f8")[-1]) if len(sums) else 0.0
+
+
 def fold_neighbours(values: list[float]) -> float:
     """A sum by pairs of neighbours: of 2^k values each, it is the same in pieces as in one."""
     while len(values) > 1:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from darelib.arithmetic import chunks
 from darelib.arithmetic.chunks import Cut, Seen
 from darelib.arithmetic.definition import multiply_ends
-from darelib.core.arrays import Array
+from darelib.core.arrays import Array, fold_tiles
 from darelib.core.drops import Thinning
 from darelib.core.formats import FORMATS
 from darelib.core.mask import KEEP_ALL, MASK_BITS, TILE, mask_key
@@ -38,7 +38,7 @@ class TensorChunk:
 
     merged: Array
     peak = np.inf  # the largest |value| of what is merged; infinite where one is not finite
-    base_size = 0.0  # the sum of the base's |values|
+    base_sizes: Array  # the sums of the base's |values| by tile
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class TensorChunk:
         """How many entries of a delta are 0, and large, and the sums of sizes and squares."""
         found = chunks.measure(self.deltas[row], self._large, counts)
         zeros, above, size, squares, peak = found
-        self.seen.append(Seen(size, peak, above, len(self.base)))
+        self.seen.append(Seen(np.array([size]), peak, above, len(self.base)))
         return zeros, above, size, squares
 
     def compare(self, one: int, other: int) -> tuple[float, int, int, float, float]:
@@ -131,7 +131,7 @@ class TensorChunk:
         has_values = any(not info.is_delta for _, info in self.tensor.finetuned)
         if returns_model(settings) and has_values:
             self.merged = np.zeros_like(self.base)
-            self.base_size = chunks.add_sizes(self.base)
+            self.base_sizes = fold_tiles(np.abs(self.base))
             self.peak, _ = chunks.add_change(self.values[0], self.merged, 1.0)
             return
         operation = METHODS[settings.method].operation.name
@@ -163,7 +163,7 @@ class TensorChunk:
 
     def add_change(self) -> None:
         lambda_coeff = self.tensor.settings.lambda_coeff
-        self.peak, self.base_size = chunks.add_change(self.base, self.merged, lambda_coeff)
+        self.peak, self.base_sizes = chunks.add_change(self.base, self.merged, lambda_coeff)
 
 
 class ChunkReader:
@@ -302,11 +302,11 @@ class ChunkReader:
         """Read elements of one model. base: the same of the base, for rows that the model lacks."""
         _, info = tensor.finetuned[row]
         present = max(0, min(count, info.count - start))  # less, where the model has fewer rows
-        values = info.read(start, present, known).astype(base.dtype, copy=False)
-        if present == count:
-            return values
         rest = np.zeros(count - present, base.dtype) if info.is_delta else base[present:]
-        return np.concatenate([values, rest])
+        if not present:
+            return rest
+        values = info.read(start, present, known).astype(base.dtype, copy=False)
+        return values if present == count else np.concatenate([values, rest])
 
 
 def make_cut(tensor: TensorPlan, row: int, seed: int, own: Coefficients, is_merge: bool) -> Cut:

@@ -15,9 +15,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from darelib.arithmetic.chunks import add_sizes
 from darelib.arithmetic.matrix_engine import MatrixEngine, find_whole, merge_factors
-from darelib.core.arrays import Factors
+from darelib.core.arrays import Factors, fold_tiles
 from darelib.core.formats import FORMATS
 from darelib.core.mask import TILE
 from darelib.core.pieces import Crew, employ
@@ -223,7 +222,7 @@ class Solver:
             chunk = worker.reader.load(tensor, start, count, cuts, is_mask, skipped=skipped)
             place = start + skipped - job.start
             deltas[:, place : place + count - skipped] = chunk.rows[:, skipped:]
-            chunk.base_size = add_sizes(chunk.base[skipped:])
+            chunk.base_sizes = fold_tiles(np.abs(chunk.base[skipped:]))
             counts.add(chunk)
         rows = tensor.matrices.rows if tensor.matrices else 1
         return deltas.reshape(len(cuts), rows, -1), counts

@@ -14,13 +14,14 @@ from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from darelib.arithmetic.chunks import Cut, Seen
+from darelib.arithmetic.chunks import Cut, Seen, join_seen
 from darelib.arithmetic.engine import ENGINE
+from darelib.core.arrays import Array, add_in_turn
 from darelib.core.formats import FORMATS
 from darelib.core.mask import MASK_BITS
 from darelib.core.text import DareError, list_names
 from darelib.methods import METHODS
-from darelib.methods.looks import Coefficients, Found, Look, fold_columns, weigh_for_look
+from darelib.methods.looks import Coefficients, Found, Look, weigh_for_look
 from darelib.models.checkpoint import QUANTISE_HINT
 from darelib.models.forms import Entry, Target
 from darelib.models.fp8 import UNREAD_HINTS
@@ -322,15 +323,15 @@ class Counts:
     """What was counted in the chunks of one job."""
 
     def __init__(self) -> None:
-        self._sizes: list[tuple[float, ...]] = []  # of each chunk: the base's, and each model's
-        self._seen: list[list[Seen]] = []
+        self._base_sizes: list[Array] = []
+        self._seen: list[list[Seen]] = []  # of each chunk and model
         self._cuts: Sequence[Cut] = ()
         self.peak = 0.0  # the largest |value| of the result
         self.is_finite = True  # whether all deltas are
 
     def add(self, chunk: TensorChunk) -> None:
+        self._base_sizes.append(chunk.base_sizes)
         self._seen.append(chunk.seen)
-        self._sizes.append((chunk.base_size, *(seen.size for seen in chunk.seen)))
         self._cuts = chunk.cuts
         self.peak = max(self.peak, chunk.peak)
         self.is_finite &= all(seen.peak < math.inf for seen in chunk.seen)
@@ -339,18 +340,12 @@ class Counts:
         """By model. Statistics are of weights."""
         if job.tensor.buffer:
             return {}
-        base_size, *sizes = fold_columns(self._sizes)
-        models = zip(*self._seen, strict=True)
-        parts = zip(job.tensor.models, self._cuts, sizes, models, strict=True)
+        base_size = add_in_turn(np.concatenate(self._base_sizes))
+        parts = zip(job.tensor.models, self._cuts, zip(*self._seen, strict=True), strict=True)
         return {
-            i: make_tally(job, row, cut, Seen(
-                size=size,
-                peak=max(each.peak for each in seen),
-                above=sum(each.above for each in seen),
-                kept=sum(each.kept for each in seen),
-            ), base_size)
-            for row, (i, cut, size, seen) in enumerate(parts)
-        }  # fmt: skip
+            i: make_tally(job, row, cut, join_seen(seen), base_size)
+            for row, (i, cut, seen) in enumerate(parts)
+        }
 
 
 def count_work(plan: MergePlan) -> int:
@@ -373,7 +368,7 @@ def make_tally(job: Job, row: int, cut: Cut, seen: Seen, base_size: float) -> Ta
     known = stored or 1.0  # the share of its deltas that is stored, and stands for all
     return Tally(
         parameters=count,
-        sum=seen.size / known,
+        sum=add_in_turn(seen.sizes) / known,
         peak=seen.peak,
         above=round(seen.above / known),
         kept=min(count, max(0, kept)),

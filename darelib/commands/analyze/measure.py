@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from darelib.arithmetic.chunks import LANES, dot
+from darelib.arithmetic.chunks import compare
 from darelib.commands.analyze.overlaps import measure_energy, measure_spaces
 from darelib.core.drops import L1, RANDOM
 from darelib.core.formats import BINS, FIRST_BIN
@@ -312,7 +312,7 @@ class Noted(NamedTuple):
     """What was measured in the chunks of a job."""
 
     sums: dict[int, dict[str, NDArray[Any]]]  # by the chunk's start
-    counts: NDArray[np.int64]  # by model, lane and bin
+    counts: NDArray[np.int64]  # by model and bin
     peaks: NDArray[np.float64]  # by model
 
 
@@ -332,19 +332,19 @@ class MeasureLook(Look):
 
     def observe(self, chunk: Any, number: int, noted: Noted | None) -> Noted:
         models = len(self.tensor.finetuned)
-        noted = noted or Noted({}, np.zeros((models, LANES, BINS), np.int64), np.zeros(models))
+        noted = noted or Noted({}, np.zeros((models, BINS), np.int64), np.zeros(models))
         own = [chunk.measure(row, counts) for row, counts in enumerate(noted.counts)]
         pairs = [chunk.compare(*pair) for pair in combinations(range(models), 2)]
         sums = {name: np.array([each[k] for each in own]) for k, name in enumerate(MODEL_SUMS)}
         sums |= {name: np.array([each[k] for each in pairs]) for k, name in enumerate(PAIR_SUMS)}
-        sums["base_squares"] = np.array([dot(chunk.base, chunk.base)])
+        sums["base_squares"] = np.array([compare(chunk.base, chunk.base)[0]])
         noted.sums[chunk.start] = sums
         np.maximum(noted.peaks, [seen.peak for seen in chunk.seen], out=noted.peaks)
         return noted
 
     def add(self, noted: Noted) -> None:
         self._sums |= noted.sums
-        self._counts = self._counts + noted.counts.sum(1)
+        self._counts = self._counts + noted.counts
         self._peaks = np.maximum(self._peaks, noted.peaks)
 
     def conclude(self, number: int) -> None:

@@ -85,8 +85,6 @@ class Scene:
         self.models = ["-b", base, "-m", *paths]
         self.arguments = ["-q", "--threads", "1", "-o", str(self.output), *self.models]
         self.arguments += ["--max-shard-size", "10kB"] if kind == "directory" else []
-        if "adapter" in models:  # which needs kernels of its own
-            self.arguments += ["--engine", "plain"]
         self.old: Contents = {}
         assert self.run() == 0, self.printed
         self.new = contents(self.output)
@@ -250,6 +248,7 @@ PRELUDE = """
 import os, sys, tempfile, time
 import dare, darelib.plan.plan
 from darelib.models.checkpoint import Checkpoint
+from darelib.models.tensorfile import Stored
 from darelib.output.publish import Output
 from darelib.run import threads
 from darelib.run.worker import Worker

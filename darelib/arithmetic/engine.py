@@ -43,10 +43,9 @@ class Engine:
         elif self._loaded is None:
             try:
                 self._loaded = importlib.import_module(JITTED)
-            except Exception as error:  # of an import, or because there is no place for its cache
-                self.give_up(error)
-            else:
                 announce(self._loaded)
+            except Exception as error:  # of an import: anything
+                self.give_up(error)
         return self._loaded
 
     def give_up(self, reason: object) -> None:
@@ -71,8 +70,10 @@ ENGINE: Final = Engine()
 
 def announce(jitted: Any) -> None:
     """Tell of the seconds that the first large merge of an installation waits."""
-    folder = Path(jitted.thin.stats.cache_path)
-    if not any(folder.glob("jitted.thin-*.nbi")):
+    folder = jitted.thin.stats.cache_path
+    if folder is None:
+        LOG.info("compiling for this machine, each time: there is no place to keep it")
+    elif not any(Path(folder).glob("jitted.thin-*.nbi")):
         LOG.info("compiling for this machine, once; later runs start at once")
 
 

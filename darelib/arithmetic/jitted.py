@@ -14,7 +14,6 @@ from darelib.core.formats import BINS, DIGIT_BITS, FIRST_BIN
 from darelib.core.mask import ROUNDS, TILE
 
 numba: Any = importlib.import_module("numba")  # its types say less than its functions accept
-jit: Any = numba.njit(cache=True, nogil=True, error_model="numpy")
 inline: Any = numba.njit(forceinline=True, error_model="numpy")
 
 # The entries of a row are ranked by so many bits of their pattern at a time, or one less.
@@ -22,6 +21,14 @@ SORT_BITS: Final = 11
 SORT_COUNTERS: Final = 64 // (SORT_BITS - 1) + 1 << SORT_BITS
 SHORT: Final = 16  # so few entries of a row are compared with each other
 LAST_BITS: Final = np.uint16(0xFFFF)
+
+
+def jit(function: Any) -> Any:
+    """Compile a function at its first call, and keep it for later runs if there is a place."""
+    try:
+        return numba.njit(cache=True, nogil=True, error_model="numpy")(function)
+    except RuntimeError:  # neither the package's folder nor the user's can be written
+        return numba.njit(nogil=True, error_model="numpy")(function)
 
 
 # --- stored values --------------------------------------------------------------------------------

@@ -190,13 +190,13 @@ def test_compiled_functions_give_the_bits_of_those_that_define_them(real: Any, c
     rows = np.stack([one, other, one])
     row, merged = np.zeros((2, count), real)
     for cut in CUTS.values():
-        for skipped in (0, min(count, 300)):
-            run_both(chunks.thin, one, base, cut, NOTHING, 3, skipped, 0.02, row)
+        for start in (3072, 3372):
+            run_both(chunks.thin, one, base, cut, NOTHING, start, 0.02, row, merged, False)
+        run_both(chunks.thin, one, base, cut, NOTHING, 3072, 0.02, row[:0], merged, True)
     last_bits = np.random.default_rng(4).integers(0, 1 << 16, count).astype(np.uint16)
     ranked = CUTS["random"]._replace(divided=True)
-    run_both(chunks.thin, one, base, ranked, last_bits, 3, 0, 0.02, row)
-    run_both(chunks.add_rows, base, rows, -0.5, merged)
-    merged = run_both(chunks.add_rows, base, rows, 0.0, merged)[-1]
+    run_both(chunks.thin, one, base, ranked, last_bits, 3372, 0.02, row, merged, False)
+    merged = one + other + one
     for elects in (True, False):
         run_both(chunks.average, rows, np.array([1.0, 0.3, 2.0]), 0.25, elects, merged)
     run_both(chunks.add_change, base, merged, 0.7)
@@ -214,7 +214,7 @@ def test_compiled_functions_give_the_bits_of_those_that_define_them(real: Any, c
         for down, prefixes in ((top, [0, 0]), (top - 16, known)):
             wanted = np.array(prefixes[:2], np.uint64)
             counts = np.zeros((2, 1 << 16), np.uint32)
-            given = (one, base, cut, 3, down, wanted, raw.dtype.type, counts)
+            given = (one, base, cut, 3, down, wanted, counts)
             run_both(chunks.count_digits, *given)
 
 
@@ -224,7 +224,12 @@ def test_what_is_not_finite_shows_in_the_largest_value(odd: float) -> None:
     bad[2500] = odd
     for engine in ("numba", "plain"):
         ENGINE.choose(engine, 0)
-        assert chunks.thin(bad, good, CUTS["all"], NOTHING, 0, 0, 0.1, good.copy())[1] == math.inf
+        assert (
+            chunks.thin(bad, good, CUTS["all"], NOTHING, 0, 0.1, *np.zeros_like([good, bad]), True)[
+                1
+            ]
+            == math.inf
+        )
         assert chunks.add_change(good, bad.copy(), 1.0)[0] == math.inf
         assert chunks.measure(bad, 0.1, np.zeros(1024, np.int64))[4] == math.inf
 

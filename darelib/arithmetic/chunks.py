@@ -17,7 +17,6 @@ from darelib.core.drops import Bounds
 from darelib.core.formats import BINS, DIGIT_BITS, FIRST_BIN
 from darelib.core.mask import KEEP_ALL, TILE
 from darelib.methods.looks import Coefficients, Piece
-from darelib.methods.method import add_rows as sum_rows
 from darelib.methods.ram import average as average_rows
 from darelib.methods.ties import elect as elect_rows
 
@@ -69,12 +68,14 @@ def thin(
     origin: Array,
     cut: Cut,
     last_bits: NDArray[np.uint16],
-    first_tile: int,
-    skipped: int,
+    start: int,
     large: float,
     row: Array,
+    total: Array,
+    is_first: bool,
 ) -> tuple[Array, float, int, int]:
-    """Put the thinned delta into row. Gives what Seen has, of all but some at the start.
+    """Put the thinned delta into row, if that has a length, and add it to total, or begin that.
+    Gives what Seen has.
 
     last_bits: the largest mask bits with which each entry is kept, where ranks decide.
     """
@@ -84,23 +85,17 @@ def thin(
     bits: Any = np.zeros(len(delta), np.int32)
     if cut.draws:
         key = (cut.key_0, cut.key_1)
-        bits = definition.draw_bits(key, first_tile, -(-len(delta) // TILE))[: len(delta)]
+        first_tile, skipped = divmod(start, TILE)
+        tiles = -(-(skipped + len(delta)) // TILE)
+        bits = definition.draw_bits(key, first_tile, tiles)[skipped : skipped + len(delta)]
     delta, mask, divisors = definition.keep(delta, bits, thresholds, bounds, cut.divided)
-    row[:] = definition.thin(delta, mask, divisors, cut.scale, cut.floor)
+    thinned = definition.thin(delta, mask, divisors, cut.scale, cut.floor)
+    row[:] = thinned[: len(row)]
+    total[:] = thinned if is_first else total + thinned
     sizes = np.abs(delta)
-    sizes[:skipped] = 0
-    above = int(np.count_nonzero(sizes[skipped:] > sizes.dtype.type(large)))
-    return fold_tiles(sizes), find_peak(sizes), above, int(np.count_nonzero(mask[skipped:]))
-
-
-def make_piece(base: Array, rows: Array) -> Piece:
-    return Piece(base, list(rows))
-
-
-@compiled
-def add_rows(base: Array, rows: Array, base_share: float, merged: Array) -> None:
-    """Put a share of the base and the sum of the models' rows into merged."""
-    merged[:] = sum_rows(make_piece(base, rows), Coefficients((), (), (), (), base_share))
+    above = int(np.count_nonzero(sizes > sizes.dtype.type(large)))
+    sums = fold_tiles(np.pad(sizes, (start % TILE, 0)))
+    return sums, find_peak(sizes), above, int(np.count_nonzero(mask))
 
 
 @compiled
@@ -113,7 +108,7 @@ def average(
     """
     own = Coefficients((), tuple(weights.tolist()), (), (), 0.0, first_share)
     combine = elect_rows if elects else average_rows
-    merged[:] = combine(make_piece(np.zeros_like(merged), rows), own)
+    merged[:] = combine(Piece(np.zeros_like(merged), list(rows)), own)
 
 
 @compiled
@@ -133,13 +128,12 @@ def count_digits(
     first_tile: int,
     shift: int,
     prefixes: NDArray[np.uint64],
-    raw: Any,
     counts: NDArray[np.uint32],
 ) -> None:
     """Count |delta| of what the mask keeps by 16 bits of their pattern, from a bit on, for each of
     two prefixes: of those whose higher bits are these.
 
-    raw: unsigned integers of the size of a value. counts: to which these are added.
+    counts: to which these are added.
     """
     delta = np.abs(values - origin)
     if cut.draws:
@@ -147,13 +141,13 @@ def count_digits(
         delta = delta[
             definition.draw_mask((cut.key_0, cut.key_1), cut.threshold, first, len(delta))
         ]
-    count_sizes(delta, shift, prefixes, raw, counts)
+    count_sizes(delta, shift, prefixes, counts)
 
 
 def count_sizes(
-    sizes: Array, shift: int, prefixes: NDArray[np.uint64], raw: Any, counts: NDArray[np.uint32]
+    sizes: Array, shift: int, prefixes: NDArray[np.uint64], counts: NDArray[np.uint32]
 ) -> None:
-    patterns = sizes.view(raw).astype(np.uint64) >> np.uint64(shift)
+    patterns = sizes.view(f"u{sizes.itemsize}").astype(np.uint64) >> np.uint64(shift)
     for part, prefix in zip(counts, dict.fromkeys(prefixes.tolist()), strict=False):
         fitting = patterns[patterns >> np.uint64(DIGIT_BITS) == np.uint64(prefix)]
         digits = (fitting & np.uint64(0xFFFF)).astype(np.int64)

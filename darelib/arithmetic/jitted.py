@@ -14,6 +14,7 @@ from darelib.core.formats import BINS, DIGIT_BITS, FIRST_BIN
 from darelib.core.mask import ROUNDS, TILE
 
 numba: Any = importlib.import_module("numba")  # its types say less than its functions accept
+overload: Any = importlib.import_module("numba.extending").overload
 inline: Any = numba.njit(forceinline=True, error_model="numpy")
 
 # The entries of a row are ranked by so many bits of their pattern at a time, or one less.
@@ -29,6 +30,35 @@ def jit(function: Any) -> Any:
         return numba.njit(cache=True, nogil=True, error_model="numpy")(function)
     except RuntimeError:  # neither the package's folder nor the user's can be written
         return numba.njit(nogil=True, error_model="numpy")(function)
+
+
+def find_pattern(size: Any) -> Any:
+    """A size as an unsigned integer: in the same order, with what is not finite last."""
+
+
+def find_peak(pattern: Any) -> Any:
+    """The size that has this pattern, infinite if it is not finite."""
+
+
+@overload(find_pattern)
+def define_pattern(size: Any) -> Any:
+    real, raw = (np.float64, np.uint64) if size == numba.float64 else (np.float32, np.uint32)
+
+    def convert(size: Any) -> Any:  # compiled
+        return real(size).view(raw)
+
+    return convert
+
+
+@overload(find_peak)
+def define_peak(pattern: Any) -> Any:
+    real, raw = (np.float64, np.uint64) if pattern == numba.uint64 else (np.float32, np.uint32)
+
+    def convert(pattern: Any) -> Any:  # compiled
+        peak = np.float64(raw(pattern).view(real))
+        return peak if peak < np.inf else np.inf
+
+    return convert
 
 
 # --- stored values --------------------------------------------------------------------------------
@@ -154,21 +184,13 @@ def fold_neighbours(values: Any) -> Any:  # compiled
 
 
 @inline
-def find_largest(values: Any) -> Any:  # compiled
-    largest = values[0]
-    for j in range(1, len(values)):
-        largest = values[j] if values[j] > largest else largest
-    return largest
-
-
-@inline
-def choose_by_size(delta: Any, cut: Any, bits: Any) -> None:  # compiled
+def choose_by_size(mine: Any, own: Any, cut: Any, bits: Any) -> None:  # compiled
     """Make bits 0 where |delta| is within the bounds, else 1."""
-    real = delta.dtype.type
+    real = mine.dtype.type
     low, high = real(cut.low), real(cut.high)
     at_low, at_high = np.uint32(cut.at_low), np.uint32(cut.at_high)
-    for j in range(len(delta)):
-        magnitude = abs(delta[j])
+    for j in range(len(mine)):
+        magnitude = abs(mine[j] - own[j])
         is_low = magnitude == low
         is_high = magnitude == high
         survives = np.uint32(bits[j]) < (at_low if is_low else at_high)
@@ -176,7 +198,55 @@ def choose_by_size(delta: Any, cut: Any, bits: Any) -> None:  # compiled
         bits[j] = np.uint16(0) if kept else np.uint16(1)
 
 
+@inline
+def choose_by_rank(last_bits: Any, bits: Any, divisors: Any) -> None:  # compiled
+    """Make bits 0 where they are at most bits of their own, else 1."""
+    for j in range(len(last_bits)):
+        divisors[j] = (last_bits[j] + np.float32(1)) / np.float32(65536)
+        bits[j] = np.uint16(bits[j] > last_bits[j])
+
+
 # --- thinning and combining -----------------------------------------------------------------------
+
+
+@inline
+def thin_tile(
+    mine: Any,
+    own: Any,
+    kept: Any,
+    made: Any,
+    total: Any,
+    is_first: bool,
+    sizes: Any,
+    numbers: Any,
+    is_rare: bool,
+) -> Any:  # compiled
+    """One loop, which vectorises: the heart of a merge. Gives the largest pattern, and two counts.
+
+    is_rare: entries have divisors of their own, or a floor.
+    """
+    bits, last, divisors = kept
+    scale, floor, large, divided = numbers
+    zero = scale - scale
+    peak = find_pattern(zero)
+    above = np.uint32(0)
+    survivors = np.uint32(0)
+    for j in range(len(mine)):
+        delta = mine[j] - own[j]
+        size = abs(delta)
+        sizes[j] = size
+        peak = max(peak, find_pattern(size))
+        above = np.uint32(above + np.uint32(size > large))
+        survives = bits[j] <= last
+        survivors = np.uint32(survivors + np.uint32(survives))
+        scaled = delta * scale
+        if is_rare:
+            scaled = scaled / divisors[j] if divided else scaled
+            scaled = scaled if size >= floor else zero
+        value = scaled if survives else zero
+        made[j] = value
+        total[j] = value if is_first else total[j] + value
+    return peak, above, survivors
 
 
 @jit
@@ -185,88 +255,55 @@ def thin(
     origin: Any,
     cut: Any,
     last_bits: Any,
-    first_tile: int,
-    skipped: int,
+    start: int,
     large: float,
     row: Any,
+    total: Any,
+    is_first: bool,
 ) -> Any:  # compiled
     real = values.dtype.type
-    zero = real(0)
-    scale, floor, limit = real(cut.scale), real(cut.floor), real(np.inf)
-    least = real(large)
-    threshold = np.uint16(cut.threshold - 1)
-    delta = np.empty(TILE, values.dtype)
-    divisors = np.empty(TILE, values.dtype)
-    peaks = np.empty(TILE, values.dtype)
+    numbers = real(cut.scale), real(cut.floor), real(large), cut.divided
+    first_tile = start // TILE
+    first_place = start % TILE
     sizes = np.empty(TILE, values.dtype)
-    sums = np.empty(-(-len(values) // TILE), values.dtype)
+    divisors = np.empty(TILE, values.dtype)
+    scratch = np.empty(TILE, values.dtype)
     bits = np.empty(TILE, np.uint16)
-    peaks[:] = zero
     bits[:] = np.uint16(0)
-    broken = np.int64(0)
+    sums = np.empty((first_place + len(values) + TILE - 1) // TILE, values.dtype)
+    peak = find_pattern(real(0))
     above = np.int64(0)
     kept = np.int64(0)
-    for start in range(0, len(values), TILE):
-        mine, own, made = (
-            values[start : start + TILE],
-            origin[start : start + TILE],
-            row[start : start + TILE],
-        )
-        width = len(mine)
-        for j in range(width):
-            delta[j] = mine[j] - own[j]
+    for tile in range(len(sums)):
+        low = max(tile * TILE - first_place, 0)
+        high = min((tile + 1) * TILE - first_place, len(values))
+        skipped = low + first_place - tile * TILE  # where values begin within a tile
+        mine = values[low:high]
+        own = origin[low:high]
+        if high - low < TILE:
+            sizes[:] = real(0)
         if cut.draws:
-            draw(bits, first_tile + start // TILE, cut.key_0, cut.key_1)
-        last = threshold
+            draw(bits, first_tile + tile, cut.key_0, cut.key_1)
+        last = np.uint16(cut.threshold - 1)
         if cut.bounded:
-            choose_by_size(delta, cut, bits)
+            choose_by_size(mine, own, cut, bits[skipped:])
             last = np.uint16(0)
         if len(last_bits):
-            own_bits = last_bits[start : start + TILE]
-            for j in range(width):
-                divisors[j] = (own_bits[j] + np.float32(1)) / np.float32(65536)
-                bits[j] = np.uint16(bits[j] > own_bits[j])
+            choose_by_rank(last_bits[low:high], bits[skipped:], divisors)
             last = np.uint16(0)
-        many = np.uint32(0)
-        odd = np.uint32(0)
-        survivors = np.uint32(0)
-        if width < TILE or start == 0:
-            sizes[:] = zero
-        for j in range(skipped if start == 0 else 0, width):
-            magnitude = abs(delta[j])
-            sizes[j] = magnitude
-            peaks[j] = magnitude if magnitude > peaks[j] else peaks[j]
-            many += np.uint32(magnitude > least)
-            odd += np.uint32(not magnitude < limit)
-            survivors += np.uint32(bits[j] <= last)
-        sums[start // TILE] = fold(sizes)
-        above += many
-        broken += odd
-        kept += survivors
+        made = row[low:high] if len(row) else scratch[: high - low]
+        sum_ = total[low:high]
+        room = sizes[skipped:]
+        how = bits[skipped:], last, divisors
         if cut.divided or cut.floor > 0:
-            for j in range(width):
-                scaled = delta[j] * scale
-                scaled = scaled / divisors[j] if cut.divided else scaled
-                made[j] = scaled if bits[j] <= last and abs(delta[j]) >= floor else zero
+            found = thin_tile(mine, own, how, made, sum_, is_first, room, numbers, True)
         else:
-            for j in range(width):
-                made[j] = delta[j] * scale if bits[j] <= last else zero
-    peak = np.inf if broken else np.float64(find_largest(peaks))
-    return sums, peak, above, kept
-
-
-@jit
-def add_rows(base: Any, rows: Any, base_share: float, merged: Any) -> None:  # compiled
-    share = base.dtype.type(base_share)
-    for start in range(0, len(base), TILE):
-        own = base[start : start + TILE]
-        made = merged[start : start + TILE]
-        for j in range(len(own)):
-            made[j] = share * own[j]
-        for i in range(len(rows)):
-            row = rows[i, start : start + TILE]
-            for j in range(len(own)):
-                made[j] += row[j]
+            found = thin_tile(mine, own, how, made, sum_, is_first, room, numbers, False)
+        peak = max(peak, found[0])
+        above += found[1]
+        kept += found[2]
+        sums[tile] = fold(sizes)
+    return sums, find_peak(peak), above, kept
 
 
 @jit
@@ -296,29 +333,24 @@ def average(
 @jit
 def add_change(base: Any, merged: Any, lambda_coeff: float) -> Any:  # compiled
     real = base.dtype.type
-    factor, limit = real(lambda_coeff), real(np.inf)
-    peaks = np.empty(TILE, base.dtype)
+    factor = real(lambda_coeff)
     sizes = np.empty(TILE, base.dtype)
-    sums = np.empty(-(-len(base) // TILE), base.dtype)
-    peaks[:] = real(0)
-    broken = np.int64(0)
-    for start in range(0, len(base), TILE):
-        own, made = base[start : start + TILE], merged[start : start + TILE]
-        odd = np.uint32(0)
+    sums = np.empty((len(base) + TILE - 1) // TILE, base.dtype)
+    peak = find_pattern(real(0))
+    for tile in range(len(sums)):
+        own = base[tile * TILE : (tile + 1) * TILE]
+        made = merged[tile * TILE : (tile + 1) * TILE]
         if len(own) < TILE:
             sizes[:] = real(0)
         for j in range(len(own)):
             change = factor * made[j]
             total = own[j] + change
             value = own[j] if change == 0 else total  # base + 0 would turn -0.0 into 0.0
-            magnitude = abs(value)
-            peaks[j] = magnitude if magnitude > peaks[j] else peaks[j]
-            odd += np.uint32(not magnitude < limit)
+            peak = max(peak, find_pattern(abs(value)))
             sizes[j] = abs(own[j])
             made[j] = value
-        sums[start // TILE] = fold(sizes)
-        broken += odd
-    return np.inf if broken else np.float64(find_largest(peaks)), sums
+        sums[tile] = fold(sizes)
+    return find_peak(peak), sums
 
 
 # --- looks ----------------------------------------------------------------------------------------
@@ -343,11 +375,9 @@ def count_digits(
     first_tile: int,
     shift: int,
     prefixes: Any,
-    raw: Any,
     counts: Any,
 ) -> None:  # compiled
     sizes = np.empty(TILE, values.dtype)
-    patterns = sizes.view(raw)
     bits = np.empty(TILE, np.uint16)
     picked = np.empty(2 * TILE, np.uint16)
     lowest = np.uint64(shift)
@@ -357,12 +387,12 @@ def count_digits(
             sizes[j] = abs(mine[j] - own[j])
         if not cut.draws:
             for j in range(len(mine)):
-                note_pattern(patterns[j], lowest, prefixes, counts)
+                note_pattern(find_pattern(sizes[j]), lowest, prefixes, counts)
             continue
         draw(bits, first_tile + start // TILE, cut.key_0, cut.key_1)
         for k in range(pick(bits, np.uint16(cut.threshold - 1), picked)):
             if picked[k] < len(mine):
-                note_pattern(patterns[picked[k]], lowest, prefixes, counts)
+                note_pattern(find_pattern(sizes[picked[k]]), lowest, prefixes, counts)
 
 
 @jit
@@ -488,50 +518,44 @@ def rank_rows(sizes: Any, by_rank: Any, skipped: int, count: int) -> Any:  # com
 @jit
 def measure(delta: Any, large: float, counts: Any) -> Any:  # compiled
     real = delta.dtype.type
-    least, limit = real(large), real(np.inf)
-    peaks = np.empty(TILE, delta.dtype)
+    least = real(large)
     sizes = np.empty(TILE, delta.dtype)
     squares = np.empty(TILE, delta.dtype)
     bins = np.empty(TILE, np.uint16)
-    peaks[:] = real(0)
     lanes = np.zeros((4, BINS), np.int64)
     size = np.float64(0)
     square = np.float64(0)
+    peak = find_pattern(real(0))
     zeros = np.int64(0)
     above = np.int64(0)
-    broken = np.int64(0)
     for start in range(0, len(delta), TILE):
         mine = delta[start : start + TILE]
         none = np.uint32(0)
         many = np.uint32(0)
-        odd = np.uint32(0)
         if len(mine) < TILE:
             sizes[:] = real(0)
-            squares[:] = real(0)
         for j in range(len(mine)):
-            magnitude = abs(mine[j])
-            peaks[j] = magnitude if magnitude > peaks[j] else peaks[j]
-            sizes[j] = magnitude
-            squares[j] = magnitude * magnitude
-            none += np.uint32(magnitude == 0)
-            many += np.uint32(magnitude > least)
-            odd += np.uint32(not magnitude < limit)
+            sizes[j] = abs(mine[j])
+        for j in range(TILE):
+            squares[j] = sizes[j] * sizes[j]
+            place = np.float32(sizes[j]).view(np.uint32) >> np.uint32(19)
+            place = np.uint32(max(place, np.uint32(FIRST_BIN)) - np.uint32(FIRST_BIN))
+            bins[j] = np.uint16(min(place, np.uint32(BINS - 1)))
+        for j in range(TILE):
+            none = np.uint32(none + np.uint32(sizes[j] == 0))
+            many = np.uint32(many + np.uint32(sizes[j] > least))
+            peak = max(peak, find_pattern(sizes[j]))
+        for j in range(len(mine)):  # neighbours in different lanes: adding again would wait
+            lanes[j & 3, bins[j]] += np.int64(1)
         size += fold(sizes)
         square += fold(squares)
         zeros += none
+        zeros -= TILE - len(mine)
         above += many
-        broken += odd
-        for j in range(len(mine)):
-            place = np.float32(abs(mine[j])).view(np.uint32) >> np.uint32(19)
-            place = np.uint32(max(place, np.uint32(FIRST_BIN)) - np.uint32(FIRST_BIN))
-            bins[j] = np.uint16(min(place, np.uint32(BINS - 1)))
-        for j in range(len(mine)):  # neighbours in different lanes: adding again would wait
-            lanes[j & 3, bins[j]] += np.int64(1)
     for k in range(4):
         for j in range(BINS):
             counts[j] += lanes[k, j]
-    peak = np.inf if broken else np.float64(find_largest(peaks))
-    return zeros, above, size, square, peak
+    return zeros, above, size, square, find_peak(peak)
 
 
 @jit

@@ -48,9 +48,7 @@ class TensorChunk:
         values: Sequence[Array],
         cuts: Sequence[Cut],
         large: float,
-        skipped: int = 0,
     ) -> None:
-        """skipped: elements at the start that are not counted."""
         self.tensor = tensor
         self.start = start
         self.base = base
@@ -59,7 +57,6 @@ class TensorChunk:
         self.last_bits: Sequence[NDArray[np.uint16]] = [NO_BITS] * len(values)
         self.seen: list[Seen] = []  # of each model, once its delta is thinned
         self._large = large
-        self._skipped = skipped
 
     @cached_property
     def origins(self) -> list[Array]:
@@ -78,13 +75,18 @@ class TensorChunk:
     def rows(self) -> NDArray[Any]:
         """The thinned deltas."""
         rows = np.empty((len(self.values), len(self.base)), self.base.dtype)
-        first_tile = self.start // TILE
-        for k, row in enumerate(rows):
-            given = (self.values[k], self.origins[k], self.cuts[k], self.last_bits[k])
-            self.seen.append(
-                Seen(*chunks.thin(*given, first_tile, self._skipped, self._large, row))
-            )
+        self._thin(rows, 0.0)
         return rows
+
+    def _thin(self, rows: Array, base_share: float) -> Array:
+        """Put the thinned deltas into rows, if those have a length, and add them up."""
+        total = base_share * self.base if base_share else np.empty_like(self.base)
+        models = zip(self.values, self.origins, self.cuts, self.last_bits, rows, strict=True)
+        for k, (*given, row) in enumerate(models):
+            is_first = not (k or base_share)
+            found = chunks.thin(*given, self.start, self._large, row, total, is_first)
+            self.seen.append(Seen(*found))
+        return total
 
     def as_piece(self, sees_dropped: bool = False) -> Piece:
         rows = self.deltas if sees_dropped else list(self.rows)
@@ -94,14 +96,10 @@ class TensorChunk:
 
     def count_digits(self, row: int, shift: int, prefixes: Any, counts: Any) -> None:
         given = (self.values[row], self.origins[row], self.cuts[row], self.start // TILE)
-        chunks.count_digits(*given, shift, prefixes, self._raw, counts)
+        chunks.count_digits(*given, shift, prefixes, counts)
 
     def count_scores(self, scores: Array, shift: int, prefixes: Any, counts: Any) -> None:
-        chunks.count_sizes(scores, shift, prefixes, self._raw, counts)
-
-    @property
-    def _raw(self) -> Any:
-        return np.uint64 if self.base.dtype == np.float64 else np.uint32
+        chunks.count_sizes(scores, shift, prefixes, counts)
 
     def add_sizes(self) -> tuple[float, ...]:
         return tuple(map(chunks.add_sizes, [*self.deltas, *self.rows]))
@@ -127,19 +125,18 @@ class TensorChunk:
     def combine(self, own: Coefficients) -> None:
         """Make the merged values."""
         settings = self.tensor.settings
-        rows = self.rows
         has_values = any(not info.is_delta for _, info in self.tensor.finetuned)
         if returns_model(settings) and has_values:
-            self.merged = np.zeros_like(self.base)
+            self.merged = np.zeros_like(self.rows[0])
             self.base_sizes = fold_tiles(np.abs(self.base))
             self.peak, _ = chunks.add_change(self.values[0], self.merged, 1.0)
             return
         operation = METHODS[settings.method].operation.name
         if OPERATIONS[operation].compiled:
-            self.merged = np.empty_like(self.base)
-            if operation != "average":
-                chunks.add_rows(self.base, rows, own.base_share, self.merged)
-            if operation != "sum":
+            is_sum = operation == "sum"
+            rows = np.empty((len(self.values), 0 if is_sum else len(self.base)), self.base.dtype)
+            self.merged = self._thin(rows, own.base_share)
+            if not is_sum:
                 weights = np.array(own.weights, np.float64)
                 elects = operation == "elect"
                 chunks.average(rows, weights, own.first_share, elects, self.merged)
@@ -189,12 +186,10 @@ class ChunkReader:
         cuts: Sequence[Cut],
         is_mask: bool = False,
         remember: bool = False,
-        skipped: int = 0,
     ) -> TensorChunk:
         """Read a chunk of every input: zeros, if the tensor is a mask.
 
         remember: what is found about it will be wanted again. cuts: of the models that are read.
-        skipped: elements at the start that are not counted.
         """
         known = Known(tensor.base, tensor.base.read(start, count))
         base = known.values.astype(FORMATS[tensor.real].real, copy=False)
@@ -204,7 +199,7 @@ class ChunkReader:
             base = np.zeros_like(base)
             values = [base for _ in values]
         large = self._plan.config.delta_threshold
-        chunk = TensorChunk(tensor, start, base, values, cuts, large, skipped)
+        chunk = TensorChunk(tensor, start, base, values, cuts, large)
         if tensor.ranks and cuts:
             last_bits = self._ranked.pop((tensor.name, start), None)
             chunk.last_bits = last_bits or self._rank(tensor, start, count, remember)

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from darelib.arithmetic.matrix_engine import MatrixEngine, find_whole, merge_factors
 from darelib.core.arrays import Factors, fold_tiles
 from darelib.core.formats import FORMATS
-from darelib.core.mask import TILE
 from darelib.core.pieces import Crew, employ
 from darelib.core.tuning import TUNING
 from darelib.methods.looks import Found, weigh_for_look
@@ -216,13 +215,10 @@ class Solver:
         real = FORMATS[tensor.real].real
         deltas = np.empty((len(cuts), job.stop - job.start), real)
         counts = Counts()
-        first = job.start // TILE * TILE  # masks are drawn by whole tiles
-        for start, count in worker.chunks(replace(job, start=first)):
-            skipped = max(0, job.start - start)
-            chunk = worker.reader.load(tensor, start, count, cuts, is_mask, skipped=skipped)
-            place = start + skipped - job.start
-            deltas[:, place : place + count - skipped] = chunk.rows[:, skipped:]
-            chunk.base_sizes = fold_tiles(np.abs(chunk.base[skipped:]))
+        for start, count in worker.chunks(job):
+            chunk = worker.reader.load(tensor, start, count, cuts, is_mask)
+            deltas[:, start - job.start :][:, :count] = chunk.rows
+            chunk.base_sizes = fold_tiles(np.abs(chunk.base))
             counts.add(chunk)
         rows = tensor.matrices.rows if tensor.matrices else 1
         return deltas.reshape(len(cuts), rows, -1), counts

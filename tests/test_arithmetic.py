@@ -14,7 +14,7 @@ import torch
 
 from dare import ConfigError, DareConfig, DareError, dare_drop, dare_merge, dare_sparsify
 from darelib.arithmetic import chunks, definition, stored
-from darelib.arithmetic.chunks import Cut
+from darelib.arithmetic.chunks import CUT, Combining, Cut
 from darelib.arithmetic.engine import ENGINE
 from darelib.core.mask import keep_rate, mask_key
 from tests.support import (
@@ -156,8 +156,16 @@ CUTS = {
     "all": Cut(*KEYS),
     "random": Cut(*KEYS, threshold=6554, draws=True, scale=10.0),
     "above a floor": Cut(*KEYS, threshold=40_000, draws=True, scale=1.5, floor=0.01),
-    "by size": Cut(*KEYS, 1 << 16, True, True, 0.01, 0.03, 20_000, 50_000, scale=2.0),
+    "by size": Cut(*KEYS, 1 << 16, True, bounded=True, low=0.01, high=0.03, at_low=20_000, scale=2),
+    "by rank": Cut(*KEYS, 6554, True, ranked=True, divided=True, scale=2),
 }
+WEIGHTS = np.array([1.0, 0.3, 2.0])
+HOW = [
+    Combining(False, False, WEIGHTS, 0.0, 0.25, 0.7),
+    Combining(False, False, WEIGHTS, -0.5, 0.0, 1.0),
+    Combining(True, True, WEIGHTS, 0.0, 0.25, 1.0),
+    Combining(True, False, WEIGHTS, 0.0, 0.0, 0.5),
+]
 
 
 def draw_values(count: int, real: Any, seed: int) -> np.ndarray:
@@ -187,18 +195,20 @@ def run_both(function: Any, *given: Any) -> Any:
 @pytest.mark.parametrize("real", [np.float32, np.float64])
 def test_compiled_functions_give_the_bits_of_those_that_define_them(real: Any, count: int) -> None:
     base, one, other = (draw_values(count, real, k) for k in range(3))
-    rows = np.stack([one, other, one])
+    values = np.stack([one, other, one - base])
     row, merged = np.zeros((2, count), real)
-    for cut in CUTS.values():
-        for start in (3072, 3372):
-            run_both(chunks.thin, one, base, cut, NOTHING, start, 0.02, row, merged, False)
-        run_both(chunks.thin, one, base, cut, NOTHING, 3072, 0.02, row[:0], merged, True)
-    last_bits = np.random.default_rng(4).integers(0, 1 << 16, count).astype(np.uint16)
-    ranked = CUTS["random"]._replace(divided=True)
-    run_both(chunks.thin, one, base, ranked, last_bits, 3372, 0.02, row, merged, False)
-    merged = one + other + one
-    for elects in (True, False):
-        run_both(chunks.average, rows, np.array([1.0, 0.3, 2.0]), 0.25, elects, merged)
+    last_bits = np.random.default_rng(4).integers(0, 1 << 16, values.shape).astype(np.uint16)
+    cuts = np.array([*CUTS.values()], CUT)
+    for k, start in enumerate((3072, 3372, 3072, 3372)):
+        # Each with other ways to be thinned; the last is a change.
+        own = np.roll(cuts, k)[:3]
+        own["is_delta"][2] = True
+        for how in HOW:
+            run_both(
+                chunks.merge, base, values, own, last_bits, start, 0.02, how, values[:0], merged
+            )
+        nothing = (np.empty_like(values), merged[:0])
+        run_both(chunks.merge, base, values, own, last_bits, start, 0.02, HOW[0], *nothing)
     run_both(chunks.add_change, base, merged, 0.7)
     run_both(chunks.dot, one, other)
     run_both(chunks.add_sizes, one)
@@ -224,13 +234,10 @@ def test_what_is_not_finite_shows_in_the_largest_value(odd: float) -> None:
     bad[2500] = odd
     for engine in ("numba", "plain"):
         ENGINE.choose(engine, 0)
-        assert (
-            chunks.thin(bad, good, CUTS["all"], NOTHING, 0, 0.1, *np.zeros_like([good, bad]), True)[
-                1
-            ]
-            == math.inf
-        )
-        assert chunks.add_change(good, bad.copy(), 1.0)[0] == math.inf
+        cuts, rows = np.array([CUTS["all"]], CUT), np.zeros((1, 3000), np.float32)
+        given = (good, bad[None], cuts, NOTHING[None], 0, 0.1, HOW[0], rows, good[:0])
+        assert chunks.merge(*given)[1][0] == math.inf
+        assert chunks.add_change(good, bad.copy(), 1.0) == math.inf
         assert chunks.measure(bad, 0.1, np.zeros(1024, np.int64))[4] == math.inf
 
 
@@ -256,7 +263,7 @@ def test_compiled_products_are_added_in_the_order_of_the_ranks(real: Any) -> Non
 @pytest.mark.parametrize("function", ["bf16", "f16"])
 def test_compiled_functions_read_and_round_every_16_bits(function: str) -> None:
     raw = np.arange(1 << 16, dtype=np.uint16)
-    values = run_both(getattr(stored, f"widen_{function}"), raw)[0]
+    values = run_both(getattr(stored, f"widen_{function}"), raw, np.zeros(1 << 16, np.float32))[-1]
     bits = values.view(np.uint32)
     steps = np.array([0, 1, 0xFFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001], np.uint32)
     between = bits[:, None] + steps

@@ -1,11 +1,11 @@
 """What is done to a chunk of a tensor, in NumPy: the definition's steps, with what a merge counts
 on the way. jitted.py has the same functions for Numba.
 
-Values are float32 or float64. An origin is what values are the difference from: the base, or zeros.
+Values are float32 or float64.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from darelib.core.drops import Bounds
 from darelib.core.formats import BINS, DIGIT_BITS, FIRST_BIN
 from darelib.core.mask import KEEP_ALL, TILE
 from darelib.methods.looks import Coefficients, Piece
+from darelib.methods.method import add_rows as sum_rows
 from darelib.methods.ram import average as average_rows
 from darelib.methods.ties import elect as elect_rows
 
@@ -28,6 +29,8 @@ class Cut(NamedTuple):
     key_1: int
     threshold: int = KEEP_ALL  # what has mask bits below it is kept
     draws: bool = False  # whether the mask's bits matter
+    is_delta: bool = False  # whether its values are changes, not changed values
+    ranked: bool = False  # whether each entry has last bits of its own that are kept
     # What lies between low and high is kept, and of what equals them, what has bits below these.
     bounded: bool = False
     low: float = 0.0
@@ -37,6 +40,23 @@ class Cut(NamedTuple):
     divided: bool = False  # each entry by its own probability to be kept
     scale: float = 1.0
     floor: float = 0.0  # what is smaller is dropped, too
+
+
+# The same for compiled functions.
+CUT: Final = np.dtype([(name, Cut.__annotations__[name]) for name in Cut._fields])
+
+
+class Combining(NamedTuple):
+    """How thinned deltas are combined: summed up or, averages, averaged where they are not 0 or,
+    elects, where they have the sign of their sum.
+    """
+
+    averages: bool
+    elects: bool
+    weights: NDArray[np.float64]
+    base_share: float
+    first_share: float
+    lambda_coeff: float
 
 
 class Seen(NamedTuple):
@@ -63,67 +83,77 @@ def add_tiles(values: Array) -> float:
 
 
 @compiled
-def thin(
-    values: Array,
-    origin: Array,
-    cut: Cut,
+def merge(
+    base: Array,
+    values: NDArray[Any],
+    cuts: NDArray[Any],
     last_bits: NDArray[np.uint16],
     start: int,
     large: float,
-    row: Array,
-    total: Array,
-    is_first: bool,
-) -> tuple[Array, float, int, int]:
-    """Put the thinned delta into row, if that has a length, and add it to total, or begin that.
-    Gives what Seen has.
+    how: Combining,
+    rows: NDArray[Any],
+    merged: Array,
+) -> tuple[NDArray[Any], NDArray[np.float64], NDArray[np.int64]]:
+    """Put the thinned deltas into rows, if there are any, and what they are combined to into
+    merged, if that has a length.
 
-    last_bits: the largest mask bits with which each entry is kept, where ranks decide.
+    values, cuts, last_bits: of each model. Gives what Seen has: the sums of sizes by tile, and the
+    largest, of each model and of the base and the result; and two counts of each model.
     """
-    delta = values - origin
-    thresholds: Any = last_bits.astype(np.int32) + 1 if len(last_bits) else cut.threshold
+    models = zip(values, cuts.tolist(), last_bits, strict=True)
+    made = [thin(base, mine, Cut(*cut), bits, start, large) for mine, cut, bits in models]
+    thinned = [row for row, _ in made]
+    seen = [each for _, each in made]
+    for row, values_ in zip(rows, thinned, strict=False):
+        row[:] = values_
+    peak = 0.0
+    sums = fold_tiles(np.pad(np.abs(base), (start % TILE, 0)))
+    if len(merged):
+        own = Coefficients((), how.weights.tolist(), (), (), how.base_share, how.first_share)
+        combine = (elect_rows if how.elects else average_rows) if how.averages else sum_rows
+        merged[:] = combine(Piece(base, thinned), own)
+        peak = add_change(base, merged, how.lambda_coeff)
+    return (
+        np.stack([*(each.sizes for each in seen), sums]),
+        np.array([*(each.peak for each in seen), peak]),
+        np.array([(each.above, each.kept) for each in seen], np.int64).reshape(-1, 2),
+    )
+
+
+def thin(
+    base: Array, values: Array, cut: Cut, last_bits: NDArray[np.uint16], start: int, large: float
+) -> tuple[Array, Seen]:
+    """The thinned delta of one model, and what was counted of it."""
+    delta = values if cut.is_delta else values - base
+    thresholds: Any = last_bits.astype(np.int32) + 1 if cut.ranked else cut.threshold
     bounds = Bounds(cut.low, cut.high, cut.at_low, cut.at_high) if cut.bounded else None
+    skipped = start % TILE
     bits: Any = np.zeros(len(delta), np.int32)
     if cut.draws:
-        key = (cut.key_0, cut.key_1)
-        first_tile, skipped = divmod(start, TILE)
         tiles = -(-(skipped + len(delta)) // TILE)
-        bits = definition.draw_bits(key, first_tile, tiles)[skipped : skipped + len(delta)]
+        bits = definition.draw_bits((cut.key_0, cut.key_1), start // TILE, tiles)
+        bits = bits[skipped : skipped + len(delta)]
     delta, mask, divisors = definition.keep(delta, bits, thresholds, bounds, cut.divided)
-    thinned = definition.thin(delta, mask, divisors, cut.scale, cut.floor)
-    row[:] = thinned[: len(row)]
-    total[:] = thinned if is_first else total + thinned
     sizes = np.abs(delta)
-    above = int(np.count_nonzero(sizes > sizes.dtype.type(large)))
-    sums = fold_tiles(np.pad(sizes, (start % TILE, 0)))
-    return sums, find_peak(sizes), above, int(np.count_nonzero(mask))
+    return definition.thin(delta, mask, divisors, cut.scale, cut.floor), Seen(
+        sizes=fold_tiles(np.pad(sizes, (skipped, 0))),
+        peak=find_peak(sizes),
+        above=int(np.count_nonzero(sizes > sizes.dtype.type(large))),
+        kept=int(np.count_nonzero(mask)),
+    )
 
 
 @compiled
-def average(
-    rows: Array, weights: NDArray[np.float64], first_share: float, elects: bool, merged: Array
-) -> None:
-    """Average the rows that are not 0 or, elects, that have the sign of their sum.
-
-    merged: that sum, which the average takes the place of.
-    """
-    own = Coefficients((), tuple(weights.tolist()), (), (), 0.0, first_share)
-    combine = elect_rows if elects else average_rows
-    merged[:] = combine(Piece(np.zeros_like(merged), list(rows)), own)
-
-
-@compiled
-def add_change(base: Array, merged: Array, lambda_coeff: float) -> tuple[float, Array]:
-    """Turn the merged delta into the result, in place. Gives the largest |value|, as Seen has it,
-    and the sum of the base's by tile.
-    """
+def add_change(base: Array, merged: Array, lambda_coeff: float) -> float:
+    """Turn the merged delta into the result, in place. Gives the largest |value|, as Seen does."""
     merged[:] = definition.add_change(base, merged, lambda_coeff)
-    return find_peak(merged), fold_tiles(np.abs(base))
+    return find_peak(merged)
 
 
 @compiled
 def count_digits(
+    base: Array,
     values: Array,
-    origin: Array,
     cut: Cut,
     first_tile: int,
     shift: int,
@@ -135,7 +165,7 @@ def count_digits(
 
     counts: to which these are added.
     """
-    delta = np.abs(values - origin)
+    delta = np.abs(values if cut.is_delta else values - base)
     if cut.draws:
         first = first_tile * TILE
         delta = delta[

@@ -70,10 +70,10 @@ ENGINE: Final = Engine()
 
 def announce(jitted: Any) -> None:
     """Tell of the seconds that the first large merge of an installation waits."""
-    folder = jitted.thin.stats.cache_path
+    folder = jitted.merge.stats.cache_path
     if folder is None:
         LOG.info("compiling for this machine, each time: there is no place to keep it")
-    elif not any(Path(folder).glob("jitted.thin-*.nbi")):
+    elif not any(Path(folder).glob("jitted.merge-*.nbi")):
         LOG.info("compiling for this machine, once; later runs start at once")
 
 

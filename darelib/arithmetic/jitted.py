@@ -65,16 +65,15 @@ def define_peak(pattern: Any) -> Any:
 
 
 @jit
-def widen_bf16(raw: Any) -> Any:  # compiled
-    bits = np.empty(len(raw), np.uint32)
+def widen_bf16(raw: Any, values: Any) -> None:  # compiled
+    bits = values.view(np.uint32)
     for j in range(len(raw)):
         bits[j] = np.uint32(raw[j]) << np.uint32(16)
-    return bits.view(np.float32)
 
 
 @jit
-def widen_f16(raw: Any) -> Any:  # compiled
-    made = np.empty(len(raw), np.uint32)
+def widen_f16(raw: Any, values: Any) -> None:  # compiled
+    made = values.view(np.uint32)
     for j in range(len(raw)):
         magnitude = np.uint32(raw[j]) & np.uint32(0x7FFF)
         sign = (np.uint32(raw[j]) & np.uint32(0x8000)) << np.uint32(16)
@@ -84,7 +83,6 @@ def widen_f16(raw: Any) -> Any:  # compiled
         small = np.float32(large - np.float32(2.0**-14)).view(np.uint32)
         exponent = np.uint32(224 << 23 if magnitude >= np.uint32(0x7C00) else 112 << 23)
         made[j] = (small if magnitude < np.uint32(0x400) else shifted + exponent) | sign
-    return made.view(np.float32)
 
 
 @jit
@@ -206,20 +204,12 @@ def choose_by_rank(last_bits: Any, bits: Any, divisors: Any) -> None:  # compile
         bits[j] = np.uint16(bits[j] > last_bits[j])
 
 
-# --- thinning and combining -----------------------------------------------------------------------
+# --- merging --------------------------------------------------------------------------------------
 
 
 @inline
 def thin_tile(
-    mine: Any,
-    own: Any,
-    kept: Any,
-    made: Any,
-    total: Any,
-    is_first: bool,
-    sizes: Any,
-    numbers: Any,
-    is_rare: bool,
+    mine: Any, own: Any, kept: Any, made: Any, sizes: Any, numbers: Any, is_rare: bool
 ) -> Any:  # compiled
     """One loop, which vectorises: the heart of a merge. Gives the largest pattern, and two counts.
 
@@ -243,114 +233,126 @@ def thin_tile(
         if is_rare:
             scaled = scaled / divisors[j] if divided else scaled
             scaled = scaled if size >= floor else zero
-        value = scaled if survives else zero
-        made[j] = value
-        total[j] = value if is_first else total[j] + value
+        made[j] = scaled if survives else zero
     return peak, above, survivors
 
 
+@inline
+def average_tile(rows: Any, how: Any, merged: Any, total: Any, share: Any) -> None:  # compiled
+    """Average the rows that are not 0 or, elects, that have the sign of what merged holds."""
+    real = merged.dtype.type
+    zero = real(0)  # a plain 0 would make float64 of float32
+    total[:] = zero
+    share[:] = real(how.first_share)
+    for i in range(len(rows)):
+        row = rows[i]
+        weight = real(how.weights[i])
+        for j in range(TILE):
+            has_sign = row[j] > 0 if merged[j] >= 0 else row[j] < 0
+            agrees = has_sign if how.elects else row[j] != 0
+            total[j] += row[j] if agrees else zero
+            share[j] += weight if agrees else zero
+    for j in range(TILE):
+        merged[j] = total[j] / share[j] if share[j] > 0 else zero
+
+
+@inline
+def change_tile(own: Any, merged: Any, factor: Any, made: Any) -> Any:  # compiled
+    """Gives the largest pattern."""
+    peak = find_pattern(factor - factor)
+    for j in range(len(own)):
+        change = factor * merged[j]
+        total = own[j] + change
+        value = own[j] if change == 0 else total  # base + 0 would turn -0.0 into 0.0
+        peak = max(peak, find_pattern(abs(value)))
+        made[j] = value
+    return peak
+
+
 @jit
-def thin(
+def merge(
+    base: Any,
     values: Any,
-    origin: Any,
-    cut: Any,
+    cuts: Any,
     last_bits: Any,
     start: int,
     large: float,
-    row: Any,
-    total: Any,
-    is_first: bool,
+    how: Any,
+    rows: Any,
+    merged: Any,
 ) -> Any:  # compiled
-    real = values.dtype.type
-    numbers = real(cut.scale), real(cut.floor), real(large), cut.divided
+    real = base.dtype.type
+    models = len(values)
     first_tile = start // TILE
     first_place = start % TILE
-    sizes = np.empty(TILE, values.dtype)
-    divisors = np.empty(TILE, values.dtype)
-    scratch = np.empty(TILE, values.dtype)
-    bits = np.empty(TILE, np.uint16)
-    bits[:] = np.uint16(0)
-    sums = np.empty((first_place + len(values) + TILE - 1) // TILE, values.dtype)
-    peak = find_pattern(real(0))
-    above = np.int64(0)
-    kept = np.int64(0)
-    for tile in range(len(sums)):
+    tiles = (first_place + len(base) + TILE - 1) // TILE
+    sums = np.empty((models + 1, tiles), base.dtype)
+    peaks = np.zeros(models + 1, np.float64)
+    counts = np.zeros((models, 2), np.int64)
+    scratch = np.zeros((models, TILE), base.dtype)
+    zeros = np.zeros(TILE, base.dtype)
+    sizes = np.empty(TILE, base.dtype)
+    total = np.empty(TILE, base.dtype)
+    spare = np.empty(TILE, base.dtype)
+    divisors = np.empty(TILE, base.dtype)
+    all_bits = np.empty(TILE, np.uint16)
+    all_bits[:] = np.uint16(0)
+    for tile in range(tiles):
         low = max(tile * TILE - first_place, 0)
-        high = min((tile + 1) * TILE - first_place, len(values))
+        high = min((tile + 1) * TILE - first_place, len(base))
+        width = high - low
         skipped = low + first_place - tile * TILE  # where values begin within a tile
-        mine = values[low:high]
-        own = origin[low:high]
-        if high - low < TILE:
+        bits = all_bits[skipped:]
+        own = base[low:high]
+        for i in range(models):
+            cut = cuts[i]
+            if width < TILE:
+                sizes[:] = real(0)
+            mine = values[i, low:high]
+            origin = zeros[:width] if cut.is_delta else own
+            if cut.draws:
+                draw(all_bits, first_tile + tile, cut.key_0, cut.key_1)
+            last = np.uint16(cut.threshold - 1)
+            if cut.bounded:
+                choose_by_size(mine, origin, cut, bits)
+                last = np.uint16(0)
+            if cut.ranked:
+                choose_by_rank(last_bits[i, low:high], bits, divisors)
+                last = np.uint16(0)
+            made = rows[i, low:high] if len(rows) else scratch[i, :width]
+            kept = bits, last, divisors
+            numbers = real(cut.scale), real(cut.floor), real(large), cut.divided
+            if cut.divided or cut.floor > 0:
+                seen = thin_tile(mine, origin, kept, made, sizes[skipped:], numbers, True)
+            else:
+                seen = thin_tile(mine, origin, kept, made, sizes[skipped:], numbers, False)
+            peaks[i] = max(peaks[i], find_peak(seen[0]))
+            counts[i, 0] += seen[1]
+            counts[i, 1] += seen[2]
+            sums[i, tile] = fold(sizes)
+        if width < TILE:
             sizes[:] = real(0)
-        if cut.draws:
-            draw(bits, first_tile + tile, cut.key_0, cut.key_1)
-        last = np.uint16(cut.threshold - 1)
-        if cut.bounded:
-            choose_by_size(mine, own, cut, bits[skipped:])
-            last = np.uint16(0)
-        if len(last_bits):
-            choose_by_rank(last_bits[low:high], bits[skipped:], divisors)
-            last = np.uint16(0)
-        made = row[low:high] if len(row) else scratch[: high - low]
-        sum_ = total[low:high]
-        room = sizes[skipped:]
-        how = bits[skipped:], last, divisors
-        if cut.divided or cut.floor > 0:
-            found = thin_tile(mine, own, how, made, sum_, is_first, room, numbers, True)
-        else:
-            found = thin_tile(mine, own, how, made, sum_, is_first, room, numbers, False)
-        peak = max(peak, found[0])
-        above += found[1]
-        kept += found[2]
-        sums[tile] = fold(sizes)
-    return sums, find_peak(peak), above, kept
-
-
-@jit
-def average(
-    rows: Any, weights: Any, first_share: float, elects: bool, merged: Any
-) -> None:  # compiled
-    real = merged.dtype.type
-    zero = real(0)  # a plain 0 would make float64 of float32
-    total = np.empty(TILE, merged.dtype)
-    share = np.empty(TILE, merged.dtype)
-    for start in range(0, merged.shape[0], TILE):
-        made = merged[start : start + TILE]
-        total[:] = zero
-        share[:] = real(first_share)
-        for i in range(len(rows)):
-            row = rows[i, start : start + TILE]
-            weight = real(weights[i])
-            for j in range(len(made)):
-                has_sign = row[j] > 0 if made[j] >= 0 else row[j] < 0
-                agrees = has_sign if elects else row[j] != 0
-                total[j] += row[j] if agrees else zero
-                share[j] += weight if agrees else zero
-        for j in range(len(made)):
-            made[j] = total[j] / share[j] if share[j] > 0 else zero
+        for j in range(width):
+            sizes[skipped + j] = abs(own[j])
+        sums[models, tile] = fold(sizes)
+        if len(merged):
+            share = real(how.base_share)
+            for j in range(width):
+                total[j] = share * own[j]
+            for i in range(models):
+                for j in range(width):
+                    total[j] += scratch[i, j]
+            if how.averages:
+                average_tile(scratch, how, total, sizes, spare)
+            factor = real(how.lambda_coeff)
+            peak = change_tile(own, total, factor, merged[low:high])
+            peaks[models] = max(peaks[models], find_peak(peak))
+    return sums, peaks, counts
 
 
 @jit
 def add_change(base: Any, merged: Any, lambda_coeff: float) -> Any:  # compiled
-    real = base.dtype.type
-    factor = real(lambda_coeff)
-    sizes = np.empty(TILE, base.dtype)
-    sums = np.empty((len(base) + TILE - 1) // TILE, base.dtype)
-    peak = find_pattern(real(0))
-    for tile in range(len(sums)):
-        own = base[tile * TILE : (tile + 1) * TILE]
-        made = merged[tile * TILE : (tile + 1) * TILE]
-        if len(own) < TILE:
-            sizes[:] = real(0)
-        for j in range(len(own)):
-            change = factor * made[j]
-            total = own[j] + change
-            value = own[j] if change == 0 else total  # base + 0 would turn -0.0 into 0.0
-            peak = max(peak, find_pattern(abs(value)))
-            sizes[j] = abs(own[j])
-            made[j] = value
-        sums[tile] = fold(sizes)
-    return find_peak(peak), sums
+    return find_peak(change_tile(base, merged, base.dtype.type(lambda_coeff), merged))
 
 
 # --- looks ----------------------------------------------------------------------------------------
@@ -369,8 +371,8 @@ def note_pattern(pattern: Any, shift: Any, prefixes: Any, counts: Any) -> None: 
 
 @jit
 def count_digits(
+    base: Any,
     values: Any,
-    origin: Any,
     cut: Any,
     first_tile: int,
     shift: int,
@@ -380,9 +382,11 @@ def count_digits(
     sizes = np.empty(TILE, values.dtype)
     bits = np.empty(TILE, np.uint16)
     picked = np.empty(2 * TILE, np.uint16)
+    zeros = np.zeros(TILE, values.dtype)
     lowest = np.uint64(shift)
     for start in range(0, len(values), TILE):
-        mine, own = values[start : start + TILE], origin[start : start + TILE]
+        mine = values[start : start + TILE]
+        own = zeros if cut.is_delta else base[start : start + TILE]
         for j in range(len(mine)):
             sizes[j] = abs(mine[j] - own[j])
         if not cut.draws:

@@ -10,11 +10,21 @@ from darelib.core.formats import FORMATS
 
 def decode(raw: Array, dtype: str) -> Array:
     """Stored values as float32, or float64 where that is what is stored; all exactly."""
-    if dtype == "BF16":
-        return widen_bf16(raw.view(np.uint16))
-    if dtype == "F16":
-        return widen_f16(raw.view(np.uint16))
-    return raw.view(FORMATS[dtype].real)
+    form = FORMATS[dtype]
+    if form.bits > 16:
+        return raw.view(form.real)
+    values = np.empty(raw.nbytes // 2, np.float32)
+    decode_into(values, raw, dtype)
+    return values
+
+
+def decode_into(values: Array, raw: Array, dtype: str) -> None:
+    """The same, into an array of floats."""
+    if FORMATS[dtype].bits > 16 or values.dtype != np.float32:
+        values[:] = decode(raw, dtype)
+    else:
+        widen = widen_bf16 if dtype == "BF16" else widen_f16
+        widen(raw.view(np.uint16), values)
 
 
 def encode(values: Array, dtype: str) -> Array:
@@ -46,13 +56,13 @@ def round_to_odd(values: Array) -> Array:
 
 
 @compiled
-def widen_bf16(raw: NDArray[np.uint16]) -> NDArray[np.float32]:
-    return (raw.astype(np.uint32) << 16).view(np.float32)
+def widen_bf16(raw: NDArray[np.uint16], values: NDArray[np.float32]) -> None:
+    np.left_shift(raw, 16, out=values.view(np.uint32), dtype=np.uint32)
 
 
 @compiled
-def widen_f16(raw: NDArray[np.uint16]) -> NDArray[np.float32]:
-    return raw.view(np.float16).astype(np.float32)
+def widen_f16(raw: NDArray[np.uint16], values: NDArray[np.float32]) -> None:
+    values[:] = raw.view(np.float16)
 
 
 @compiled

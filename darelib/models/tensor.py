@@ -80,6 +80,10 @@ class Tensor(Sized):
         """
         raise NotImplementedError
 
+    def read_into(self, values: Array, start: int, known: Known | None = None) -> None:
+        """Fill an array with values, from one of them on."""
+        values[:] = self.read(start, len(values), known)
+
     def read_raw(self, start: int, size: int) -> NDArray[Any]:
         """Bytes, as if the values were stored plainly, from one of them on."""
         from darelib.arithmetic.stored import encode

@@ -240,6 +240,12 @@ class Stored(Tensor):
         item = FORMATS[self.dtype].itemsize
         return decode(self.read_raw(start * item, count * item), self.dtype)
 
+    def read_into(self, values: Any, start: int, known: Known | None = None) -> None:
+        from darelib.arithmetic.stored import decode_into
+
+        item = FORMATS[self.dtype].itemsize
+        decode_into(values, self.read_raw(start * item, len(values) * item), self.dtype)
+
     def read_raw(self, start: int, size: int) -> Any:
         import numpy as np
 

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from darelib.arithmetic import chunks
-from darelib.arithmetic.chunks import Cut, Seen
+from darelib.arithmetic.chunks import CUT, Combining, Cut, Seen
 from darelib.arithmetic.definition import multiply_ends
-from darelib.core.arrays import Array, fold_tiles
+from darelib.core.arrays import Array
 from darelib.core.drops import Thinning
 from darelib.core.formats import FORMATS
 from darelib.core.mask import KEEP_ALL, MASK_BITS, TILE, mask_key
@@ -23,7 +23,7 @@ from darelib.plan.plan import MergePlan
 from darelib.plan.tensorplan import TensorPlan
 
 BROKEN_HINT: Final = "such a model is broken; use a checkpoint from before that happened"
-NO_BITS: Final = np.zeros(0, np.uint16)
+ONLY_THINNED: Final = Combining(False, False, np.zeros(0), 0.0, 0.0, 0.0)
 
 
 @lru_cache(16)
@@ -38,55 +38,49 @@ class TensorChunk:
 
     merged: Array
     peak = np.inf  # the largest |value| of what is merged; infinite where one is not finite
-    base_sizes: Array  # the sums of the base's |values| by tile
 
     def __init__(
         self,
         tensor: TensorPlan,
         start: int,
         base: Array,
-        values: Sequence[Array],
+        values: NDArray[Any],
         cuts: Sequence[Cut],
+        last_bits: NDArray[np.uint16],
         large: float,
     ) -> None:
+        """values, cuts, last_bits: of each model, in a row each."""
         self.tensor = tensor
         self.start = start
         self.base = base
         self.values = values
         self.cuts = cuts
-        self.last_bits: Sequence[NDArray[np.uint16]] = [NO_BITS] * len(values)
+        self.last_bits = last_bits
         self.seen: list[Seen] = []  # of each model, once its delta is thinned
+        self.base_sizes: Array = base[:0]  # the sums of the base's |values| by tile, then too
         self._large = large
 
     @cached_property
-    def origins(self) -> list[Array]:
-        """What each model's values are the difference from: the base, or zeros."""
-        deltas = [info.is_delta for _, info in self.tensor.finetuned]
-        zeros = np.zeros_like(self.base) if any(deltas) else self.base
-        return [zeros if is_delta else self.base for is_delta in deltas]
-
-    @cached_property
     def deltas(self) -> list[Array]:
+        models = zip(self.tensor.finetuned, self.values, strict=True)
         with np.errstate(all="ignore"):  # what is not finite is found in the result
-            pairs = zip(self.values, self.origins, strict=True)
-            return [values - origin for values, origin in pairs]
+            return [values if info.is_delta else values - self.base for (_, info), values in models]
 
     @cached_property
     def rows(self) -> NDArray[Any]:
         """The thinned deltas."""
-        rows = np.empty((len(self.values), len(self.base)), self.base.dtype)
-        self._thin(rows, 0.0)
+        rows = np.empty_like(self.values)
+        self._merge(ONLY_THINNED, rows, np.empty_like(self.base[:0]))
         return rows
 
-    def _thin(self, rows: Array, base_share: float) -> Array:
-        """Put the thinned deltas into rows, if those have a length, and add them up."""
-        total = base_share * self.base if base_share else np.empty_like(self.base)
-        models = zip(self.values, self.origins, self.cuts, self.last_bits, rows, strict=True)
-        for k, (*given, row) in enumerate(models):
-            is_first = not (k or base_share)
-            found = chunks.thin(*given, self.start, self._large, row, total, is_first)
-            self.seen.append(Seen(*found))
-        return total
+    def _merge(self, how: Combining, rows: NDArray[Any], merged: Array) -> None:
+        cuts = np.array(self.cuts, CUT)
+        given = (self.base, self.values, cuts, self.last_bits, self.start, self._large)
+        sums, peaks, counts = chunks.merge(*given, how, rows, merged)
+        *sizes, self.base_sizes = sums
+        *largest, self.peak = peaks.tolist()
+        parts = zip(sizes, largest, counts.tolist(), strict=True)
+        self.seen = [Seen(size, peak, *both) for size, peak, both in parts]
 
     def as_piece(self, sees_dropped: bool = False) -> Piece:
         rows = self.deltas if sees_dropped else list(self.rows)
@@ -95,7 +89,7 @@ class TensorChunk:
     # --- for looks ----------------------------------------------------------------------------
 
     def count_digits(self, row: int, shift: int, prefixes: Any, counts: Any) -> None:
-        given = (self.values[row], self.origins[row], self.cuts[row], self.start // TILE)
+        given = (self.base, self.values[row], self.cuts[row], self.start // TILE)
         chunks.count_digits(*given, shift, prefixes, counts)
 
     def count_scores(self, scores: Array, shift: int, prefixes: Any, counts: Any) -> None:
@@ -128,22 +122,24 @@ class TensorChunk:
         has_values = any(not info.is_delta for _, info in self.tensor.finetuned)
         if returns_model(settings) and has_values:
             self.merged = np.zeros_like(self.rows[0])
-            self.base_sizes = fold_tiles(np.abs(self.base))
-            self.peak, _ = chunks.add_change(self.values[0], self.merged, 1.0)
+            self.peak = chunks.add_change(self.values[0], self.merged, 1.0)
             return
         operation = METHODS[settings.method].operation.name
         if OPERATIONS[operation].compiled:
-            is_sum = operation == "sum"
-            rows = np.empty((len(self.values), 0 if is_sum else len(self.base)), self.base.dtype)
-            self.merged = self._thin(rows, own.base_share)
-            if not is_sum:
-                weights = np.array(own.weights, np.float64)
-                elects = operation == "elect"
-                chunks.average(rows, weights, own.first_share, elects, self.merged)
-        else:
-            with np.errstate(all="ignore"):
-                merged = OPERATIONS[operation].combine(self.as_piece(), own)
-            self.merged = np.ascontiguousarray(merged)
+            self.merged = np.empty_like(self.base)
+            how = Combining(
+                averages=operation != "sum",
+                elects=operation == "elect",
+                weights=np.array(own.weights, np.float64),
+                base_share=own.base_share,
+                first_share=own.first_share,
+                lambda_coeff=settings.lambda_coeff,
+            )
+            self._merge(how, self.values[:0], self.merged)
+            return
+        with np.errstate(all="ignore"):
+            merged = OPERATIONS[operation].combine(self.as_piece(), own)
+        self.merged = np.ascontiguousarray(merged)
         self.add_change()
 
     def take_change(self, changes: Mapping[int, Array]) -> None:
@@ -160,7 +156,7 @@ class TensorChunk:
 
     def add_change(self) -> None:
         lambda_coeff = self.tensor.settings.lambda_coeff
-        self.peak, self.base_sizes = chunks.add_change(self.base, self.merged, lambda_coeff)
+        self.peak = chunks.add_change(self.base, self.merged, lambda_coeff)
 
 
 class ChunkReader:
@@ -169,7 +165,7 @@ class ChunkReader:
         self._models = inputs[1:]
         self._names = [model.name for model in inputs]
         # Last bits by tensor and start, which the merge wants again after a look.
-        self._ranked: dict[tuple[str, int], list[NDArray[np.uint16]]] = {}
+        self._ranked: dict[tuple[str, int], NDArray[np.uint16]] = {}
 
     def make_cuts(self, tensor: TensorPlan, own: Coefficients, is_merge: bool = False) -> list[Cut]:
         """How each model is thinned. is_merge: what was dropped before is not dropped again."""
@@ -191,19 +187,16 @@ class ChunkReader:
 
         remember: what is found about it will be wanted again. cuts: of the models that are read.
         """
-        known = Known(tensor.base, tensor.base.read(start, count))
-        base = known.values.astype(FORMATS[tensor.real].real, copy=False)
-        models = range(len(cuts))
-        values = [self._read_model(tensor, row, start, count, base, known) for row in models]
+        base, values = self._read(tensor, start, count, len(cuts))
         if is_mask:
             base = np.zeros_like(base)
-            values = [base for _ in values]
-        large = self._plan.config.delta_threshold
-        chunk = TensorChunk(tensor, start, base, values, cuts, large)
+            values = np.zeros_like(values)
+        last_bits = np.zeros((len(cuts), 0), np.uint16)
         if tensor.ranks and cuts:
-            last_bits = self._ranked.pop((tensor.name, start), None)
-            chunk.last_bits = last_bits or self._rank(tensor, start, count, remember)
-        return chunk
+            known = self._ranked.pop((tensor.name, start), None)
+            last_bits = self._rank(tensor, start, count, remember) if known is None else known
+        large = self._plan.config.delta_threshold
+        return TensorChunk(tensor, start, base, values, cuts, last_bits, large)
 
     def load_rows(
         self, tensor: TensorPlan, start: int, count: int, cuts: Sequence[Cut]
@@ -260,48 +253,37 @@ class ChunkReader:
 
     def _rank(
         self, tensor: TensorPlan, start: int, count: int, remember: bool
-    ) -> list[NDArray[np.uint16]]:
+    ) -> NDArray[np.uint16]:
         """Find the last bits that are kept in a chunk, which whole rows decide."""
         width = tensor.base.width
         first = start // width * width
         elements = -(-(start + count) // width) * width - first
-        chunk = TensorChunk(tensor, first, *self._read_rows(tensor, first, elements), (), 0.0)
-        found = []
-        for (i, _), delta in zip(tensor.finetuned, chunk.deltas, strict=True):
+        base, values = self._read(tensor, first, elements, len(tensor.finetuned))
+        found = np.zeros((len(values), count), np.uint16)
+        for (i, info), mine, last_bits in zip(tensor.finetuned, values, found, strict=True):
             thinning = tensor.settings.thinnings[i]
-            last_bits = NO_BITS
             if thinning.scheme.thresholds:
-                sizes = np.abs(delta).view(f"u{delta.itemsize}")
+                sizes = np.abs(mine if info.is_delta else mine - base).view(f"u{mine.itemsize}")
                 by_rank = find_last_bits(thinning, width)
-                last_bits = chunks.rank_rows(sizes, by_rank, start - first, count)
-            found.append(last_bits)
+                last_bits[:] = chunks.rank_rows(sizes, by_rank, start - first, count)
         room = (len(self._ranked) + 1) * self._plan.chunk * len(found) * 2
         if remember and room <= TUNING.ranked_bytes:
             self._ranked[tensor.name, start] = found
         return found
 
-    def _read_rows(self, tensor: TensorPlan, start: int, count: int) -> tuple[Array, list[Array]]:
-        base = tensor.base.read(start, count).astype(FORMATS[tensor.real].real, copy=False)
-        models = range(len(tensor.finetuned))
-        return base, [self._read_model(tensor, row, start, count, base) for row in models]
-
-    def _read_model(
-        self,
-        tensor: TensorPlan,
-        row: int,
-        start: int,
-        count: int,
-        base: Array,
-        known: Known | None = None,
-    ) -> Array:
-        """Read elements of one model. base: the same of the base, for rows that the model lacks."""
-        _, info = tensor.finetuned[row]
-        present = max(0, min(count, info.count - start))  # less, where the model has fewer rows
-        rest = np.zeros(count - present, base.dtype) if info.is_delta else base[present:]
-        if not present:
-            return rest
-        values = info.read(start, present, known).astype(base.dtype, copy=False)
-        return values if present == count else np.concatenate([values, rest])
+    def _read(
+        self, tensor: TensorPlan, start: int, count: int, models: int
+    ) -> tuple[Array, NDArray[Any]]:
+        """Elements of the base and, in rows, of so many models, or none."""
+        known = Known(tensor.base, tensor.base.read(start, count))
+        base = known.values.astype(FORMATS[tensor.real].real, copy=False)
+        values = np.empty((models, count), base.dtype)
+        for (_, info), row in zip(tensor.finetuned, values, strict=False):
+            present = max(0, min(count, info.count - start))  # less, if the model has fewer rows
+            row[present:] = 0 if info.is_delta else base[present:]
+            if present:
+                info.read_into(row[:present], start, known)
+        return base, values
 
 
 def make_cut(tensor: TensorPlan, row: int, seed: int, own: Coefficients, is_merge: bool) -> Cut:
@@ -316,6 +298,8 @@ def make_cut(tensor: TensorPlan, row: int, seed: int, own: Coefficients, is_merg
         *mask_key(seed, tensor.mask_names[row]),
         threshold=threshold,
         draws=draws,
+        is_delta=tensor.finetuned[row][1].is_delta,
+        ranked=thinning.scheme.thresholds is not None,
         divided=thinning.divides_each,
         scale=float(own.scales[row]),
         floor=float(own.floors[row]),

@@ -30,10 +30,10 @@ def _find_libraries(_modules: int) -> ThreadpoolController:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep what chunks free for the next ones, instead of asking the system for it again.
+    """Have glibc keep the memory that chunks free, for the next ones. Elsewhere, this does nothing.
 
-    It keeps arrays as large as the largest that was ever freed, up to 32 MB; the system would fill
-    each page with zeros. Elsewhere, this does nothing.
+    It does so with arrays up to the size of the largest that was ever freed, but for those above
+    32 MB; the system would fill each page with zeros.
     """
     np.empty(31 << 20, np.uint8)
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from darelib.arithmetic.matrix_engine import MatrixEngine, find_whole, merge_factors
-from darelib.core.arrays import Factors, fold_tiles
+from darelib.core.arrays import Factors
 from darelib.core.formats import FORMATS
 from darelib.core.pieces import Crew, employ
 from darelib.core.tuning import TUNING
@@ -218,7 +218,6 @@ class Solver:
         for start, count in worker.chunks(job):
             chunk = worker.reader.load(tensor, start, count, cuts, is_mask)
             deltas[:, start - job.start :][:, :count] = chunk.rows
-            chunk.base_sizes = fold_tiles(np.abs(chunk.base))
             counts.add(chunk)
         rows = tensor.matrices.rows if tensor.matrices else 1
         return deltas.reshape(len(cuts), rows, -1), counts

@@ -15,8 +15,8 @@ Dropping changes no expectation, and fine-tuned models tolerate it surprisingly 
 
 This file is the front door: DareMerger.merge shows how a merge flows, COMMANDS what the command can
 do. Behind it, in darelib, is a room for each job: core (words, number types, the mask), methods
-(a file for each way to combine), config, kernels (the arithmetic), models, plan, output, run,
-requests (what a user asks for) and commands. docs/contributing.md has the map.
+(a file for each way to combine), config, arithmetic, models, plan, output, run, requests (what a
+user asks for) and commands. docs/contributing.md has the map.
 """
 
 from __future__ import annotations

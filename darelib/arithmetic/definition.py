@@ -224,7 +224,7 @@ def sum_products(look: GramLook, base: Array, kept: Mapping[int, Kept]) -> Sums:
     return multiply_ends(origin, thinned, len(look.settings.weights))
 
 
-# What the compiled looks find, by their kernels.
+# What the looks find that a GPU may have kernels for, by what these are called.
 LOOKS: Final[Mapping[str, Callable[..., None]]] = {
     "count": find_ends,
     "sums": partial(add_pieces, sum_sizes),

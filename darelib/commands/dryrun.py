@@ -25,7 +25,7 @@ from darelib.run.products import estimate_products, open_worker, set_ranks
 from darelib.run.rounds import measure_rate
 from darelib.run.solving import estimate_matrices, estimate_solving
 
-# What a merge holds besides its buffers, as measured: the process with all that it has loaded, and
+# What a merge holds besides its chunks, as measured: the process with all that it has loaded, and
 # what is known of each tensor of each model.
 PROCESS_BYTES: Final = 92_000_000
 TENSOR_BYTES: Final = 900

@@ -14,7 +14,7 @@ Array = Any  # of one dimension, but for matrices
 
 def library(array: Array) -> Any:
     """NumPy or torch: the names that are used of them mean the same in both."""
-    numpy = sys.modules["numpy"]  # the kernels have loaded it
+    numpy = sys.modules["numpy"]  # whoever has an array has loaded it
     is_numpy = isinstance(array, numpy.ndarray | numpy.generic)
     return numpy if is_numpy else sys.modules["torch"]
 

@@ -1,4 +1,4 @@
-"""The stored number types: their sizes and ranges, their names, and their values as floats."""
+"""The stored number types: their sizes, their ranges and their names."""
 
 from __future__ import annotations
 

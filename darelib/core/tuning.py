@@ -14,12 +14,11 @@ CONTROL_GROUPS = Path("/sys/fs/cgroup")
 @dataclass
 class Tuning:
     # A chunk, the elements that are read, merged and written at a time, is small enough for its
-    # buffers to stay in the caches, and large enough that calls cost nothing. Powers of two.
+    # arrays to stay in the caches, and large enough that calls cost nothing. Powers of two.
     max_chunk: int = 1 << 18
     min_chunk: int = 1 << 14
-    # With so many threads, chunks are four times as large: after each read, kernel and write a
-    # thread waits for Python's lock, and to wake those that wait takes longer than what they are
-    # woken for.
+    # With so many threads, chunks are four times as large: after each step a thread waits for
+    # Python's lock, and to wake those that wait takes longer than what they are woken for.
     many_threads: int = 8
     # A job is several chunks, so that what Python does for it costs nothing. It does not depend on
     # the number of threads, so that a merge can be resumed with another one.
@@ -36,8 +35,8 @@ class Tuning:
     matrix_elements: int = 1 << 26
     matrices_at_once: int = 2
     most_matrices: int = 4  # where a GPU solves them
-    # All the buffers of all the threads together; with the interpreter, NumPy and LLVM the process
-    # stays near 100 MB.
+    # The arrays of the chunks of all threads together. The interpreter, NumPy and Numba take more
+    # than that.
     buffer_bytes: int = 64 << 20
     # Elements of all adapters' matrices that all threads together hold at a time: 16 MB.
     expand_elements: int = 1 << 22

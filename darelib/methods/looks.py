@@ -76,7 +76,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Coefficients:
-    """What a kernel multiplies by and compares with; a row for each model that has the tensor."""
+    """What deltas are multiplied by and compared with, for each model that has the tensor."""
 
     scales: tuple[float, ...]  # of the kept deltas
     # ties divides by those of the models that agree, added to the first share.
@@ -167,7 +167,7 @@ class Look:
 
     # Without types, so that they are no fields: each class has its own.
     counters = 0  # that a job holds for each model
-    kernel = ""  # what a GPU's kernels and the definition call it; none: its own definition looks
+    kernel = ""  # what the definition and a GPU's kernels call it; none: it has its own definition
     merges = False  # whether it sees the merged values
     whole = False  # whether its jobs are whole matrices
     of_rows = False  # whether its pieces are whole rows

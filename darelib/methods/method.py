@@ -1,7 +1,7 @@
 """The parts of a method, and its defaults.
 
-A kernel only multiplies, adds and compares. Every number that it is given is computed here or in
-the method's own file, once for all engines.
+Compiled functions only multiply, add and compare. Every number that they are given is computed
+here or in the method's own file, once for all engines.
 """
 
 import math

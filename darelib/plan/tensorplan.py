@@ -1,6 +1,6 @@
-"""The table of a merge. A row is one tensor of the base: which models change it, by which settings
-and kernel, what is written for it, and where in which file. Nothing is refused here; plan/checks
-reads the finished table.
+"""The table of a merge. A row is one tensor of the base: which models change it, by which settings,
+what is written for it, and where in which file. Nothing is refused here; plan/checks reads the
+finished table.
 """
 
 import re

@@ -63,7 +63,7 @@ SEARCHED: Final = 200
 EDGES: Final[list[float]] = (
     (np.arange(FIRST_BIN, FIRST_BIN + BINS + 1, dtype=np.uint32) << 19).view("f4").tolist()
 )
-# What the kernel adds up for each model that has the tensor, and for each pair of them.
+# What is added up for each model that has the tensor, and for each pair of them.
 MODEL_SUMS: Final = ("zeros", "above", "size", "squares")
 PAIR_SUMS: Final = ("product", "opposed", "both", "opposed_size", "both_size")
 # A layer and a kind of tensors; None: all of them.

@@ -34,8 +34,12 @@ class Engine:
         """For so many entries of models: auto takes Numba once that pays for loading it."""
         self._work += work
         self._is_wanted = engine == "numba"
-        is_large = self._is_wanted or self._work >= TUNING.compiled_work
-        self.jitted = self._load() if engine != "plain" and is_large else None
+        self.jitted = self._load() if self.is_compiled(engine) else None
+
+    def is_compiled(self, engine: str, work: int = 0) -> bool:
+        """Whether Numba is to be taken for what was computed so far, and so many entries more."""
+        is_large = self._work + work >= TUNING.compiled_work
+        return engine == "numba" or (engine == "auto" and is_large)
 
     def _load(self) -> Any:
         if self._failure:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Self
 
+from darelib.arithmetic.engine import ENGINE
 from darelib.commands.report import Report, Section, Table
 from darelib.commands.summary import AdapterFit, say_what
 from darelib.config import TENSOR_SETTINGS, DareConfig, Rule
@@ -24,10 +25,12 @@ from darelib.run import estimate_matching
 from darelib.run.products import estimate_products, open_worker, set_ranks
 from darelib.run.rounds import measure_rate
 from darelib.run.solving import estimate_matrices, estimate_solving
+from darelib.run.worker import count_work
 
-# What a merge holds besides its chunks, as measured: the process with all that it has loaded, and
-# what is known of each tensor of each model.
-PROCESS_BYTES: Final = 92_000_000
+# What a merge holds besides its chunks, as measured: the process with all that it has loaded, with
+# Numba or without, and what is known of each tensor of each model.
+PROCESS_BYTES: Final = 56_000_000
+NUMBA_BYTES: Final = 96_000_000
 TENSOR_BYTES: Final = 900
 
 # How many files a plan names before it says "and 12 more", and how many characters a line of names
@@ -273,7 +276,9 @@ def estimate_memory(plan: FilePlan, inputs: Sequence[Checkpoint]) -> int:
     waiting = [tensor.form.count_held(plan.chunk) for tensor in plan.tensors]
     threads = kept + plan.threads * (own + max(held) + max(waiting, default=0))
     known = TENSOR_BYTES * len(plan.tensors) * len(inputs)
-    return PROCESS_BYTES + known + threads + estimate_matrices(plan) + estimate_products(plan)
+    is_compiled = ENGINE.is_compiled(plan.config.engine, count_work(plan))
+    process = PROCESS_BYTES + is_compiled * NUMBA_BYTES
+    return process + known + threads + estimate_matrices(plan) + estimate_products(plan)
 
 
 def describe_rules(plan: FilePlan) -> Iterator[PlannedRule]:

@@ -345,7 +345,8 @@ def dare_merge(
 
     out: tensors to write it into, such as a live model's or the base's own, so that nothing new is
     allocated. What does not fit is refused before anything is written; a value that is not finite
-    is only met on the way.
+    is only met on the way. State dicts may be in FP8 with scales; what comes out is plain: float32
+    in place of the base's FP8.
     """
     return load_in_memory().merge_tensors(base, finetuned, check_config(config), out)
 

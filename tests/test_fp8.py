@@ -418,3 +418,42 @@ def test_every_float_is_rounded_as_torch_rounds_it() -> None:
     decoded = np.empty(255, np.float32)
     float8.decode(every, decoded)
     assert np.array_equal(decoded, torch.from_numpy(every).view(FP8).float(), equal_nan=True)
+
+
+# --- in memory ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", USUAL)
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_state_dicts_in_fp8_are_merged_as_what_they_stand_for(kind: str, dtype: str | None) -> None:
+    base, *models = make_models(kind)
+    plain_base, *plain = [dequantise(model, kind) for model in (base, *models)]
+    config = DareConfig(drop_rate=0.5, dtype=dtype)
+    expected = dare_merge(plain_base, plain, config)
+    scales = {"a.input_scale": torch.ones(1), "scaled_fp8": torch.zeros(2, dtype=FP8)}
+    for mine, theirs in (
+        (base, models),
+        (plain_base, models),
+        (plain_base, [models[0], plain[1]]),
+        (base | scales, plain),
+    ):
+        for _ in range(2):  # the second time, the plan is known, and the first tensors are gone
+            mine, *theirs = [
+                {name: tensor.clone() for name, tensor in state.items()}
+                for state in (mine, *theirs)
+            ]
+            assert_same(dare_merge(mine, theirs, config), expected)
+    out = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
+    assert_same(dare_merge(base, models, config, out=out), expected)
+    assert_same(out, expected)
+    with pytest.raises(DareError, match="of out is"):
+        dare_merge(base, models, config, out=base)
+
+
+def test_whether_a_base_is_the_models_own_is_seen_from_what_fp8_stands_for() -> None:
+    shapes = dict.fromkeys(WEIGHTS, (600, 600))
+    base, model, other = (random_model(seed, BF16, shapes) for seed in (1, 1, 2))
+    stored = quantise(model, "tensor")
+    assert_same(dare_merge(base, [stored]), dare_merge(base, [dequantise(stored, "tensor")]))
+    with pytest.raises(DareError, match="is not the base of"):
+        dare_merge(base, [quantise(other, "tensor")])

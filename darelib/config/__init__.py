@@ -104,12 +104,13 @@ def name_rescale(rescale: bool | str | None, drop: str) -> str:
 def make_thinning(
     drop_rate: float,
     drop: str,
-    gamma: float,
-    epsilon: float,
+    options: Mapping[str, float],
     rescale: bool | str | None,
     q: float | None,
 ) -> Thinning:
-    """How one model's delta is thinned. q: what to divide by instead of by the keep rate."""
+    """How one model's delta is thinned. options: the drop's own settings. q: what to divide by
+    instead of by the keep rate.
+    """
     # The tolerance allows for 1 - 0.9 being a little less than 0.1.
     if q is not None and q < 1 - drop_rate - 1e-9:
         raise ConfigError(
@@ -122,7 +123,7 @@ def make_thinning(
     divisor = 1.0
     if drop == RANDOM and word == EXPECTATION:
         divisor = Thinning(drop_rate).keep_rate if q is None else q
-    thinning = Thinning(drop_rate, drop, gamma, epsilon, word, divisor)
+    thinning = Thinning(drop_rate, drop, options, word, divisor)
     DROPS[drop].check(thinning)
     return thinning
 
@@ -149,9 +150,11 @@ def find_factor(lambda_coeff: float | str) -> float:
     return 1.0 if isinstance(lambda_coeff, str) else float(lambda_coeff)
 
 
-def find_default(setting: str, methods: Iterable[str]) -> Any:
-    """What a setting is by default, if the methods that use it agree."""
-    defaults = {METHODS[method].settings.get(setting) for method in methods} - {None}
+def find_default(
+    setting: str, table: Mapping[str, Method] | Mapping[str, Drop], used: Iterable[str]
+) -> Any:
+    """What a setting is by default, if the methods or drops that use it agree."""
+    defaults = {table[word].settings.get(setting) for word in used} - {None}
     return defaults.pop() if len(defaults) == 1 else None
 
 
@@ -215,12 +218,16 @@ class Scope:
                 )
             return value if isinstance(value, tuple) else (value,) * count
 
+        drops = each("drop")
+        options = [
+            {name: each(name, default)[i] for name, default in DROPS[drop].settings.items()}
+            for i, drop in enumerate(drops)
+        ]
         thinnings = map(
             make_thinning,
             each("drop_rate", method.drop_rate),
-            each("drop"),
-            each("gamma", Thinning.gamma),
-            each("epsilon", Thinning.epsilon),
+            drops,
+            options,
             each("rescale"),
             each("rescale_q"),
         )
@@ -590,9 +597,8 @@ class DareConfig(Settings):
         """
         decisive = {Decides.TENSORS, Decides.FILES} if directory else {Decides.TENSORS}
         values: dict[str, Any] = {"drop_rate": METHODS[self.method].drop_rate}
-        values |= {name: find_default(name, self._methods) for name in METHOD_SETTINGS}
-        for drop in self._drops:
-            values |= {name: getattr(Thinning, name) for name in DROPS[drop].settings}
+        values |= {name: find_default(name, METHODS, self._methods) for name in METHOD_SETTINGS}
+        values |= {name: find_default(name, DROPS, self._drops) for name in DROP_SETTINGS}
         values |= list_given(self, SETTINGS)
         rescales = {name_rescale(self.rescale, drop) for drop in self._drops}
         if len(rescales) == 1:
@@ -634,10 +640,10 @@ def explain_setting(name: str) -> str:
     users: list[str] = []
     if name in DROP_SETTINGS:
         users = [drop for drop in DROPS if name in DROPS[drop].settings]
-        default = getattr(Thinning, name)
+        default = find_default(name, DROPS, users)
     elif row.group == Group.METHOD:
         users = [method for method in METHODS if name in METHODS[method].settings]
-        default = find_default(name, users)
+        default = find_default(name, METHODS, users)
     prefix = f"{', '.join(users)}: " if users else ""
     value = f"{default:g}" if is_number(default) else default
     shown = "" if default is None or default is False else f" (default {value})"

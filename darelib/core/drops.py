@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import Any, Final, NamedTuple
 
@@ -34,7 +34,8 @@ class Drop:
     # By drop rate: the share that is kept.
     keep_rate: Callable[[float], float] = lambda rate: 1 - rate
     rescale: str = EXPECTATION  # where the user does not say
-    settings: tuple[str, ...] = ()  # those of the optional settings that mean something to it
+    # The settings that mean something to it, with its defaults.
+    settings: Mapping[str, float] = field(default_factory=dict)
     # By size: of n entries, counted from the largest down, the numbers of the last and of the first
     # that are kept.
     ends: Callable[[Thinning, int], tuple[int, int]] | None = None
@@ -67,8 +68,7 @@ class Thinning:
 
     drop_rate: float = 0.0
     drop: str = RANDOM
-    gamma: float = 0.01  # breadcrumbs: share of the largest to drop
-    epsilon: float = 0.15  # della: how far the probabilities to keep lie around 1 - drop_rate
+    options: Mapping[str, float] = field(default_factory=dict, hash=False)  # the scheme's settings
     rescale: str = EXPECTATION
     divisor: float = 1.0  # of what is kept, where that is one number and known beforehand
 
@@ -150,19 +150,20 @@ def _largest(thinning: Thinning, count: int) -> tuple[int, int]:
 def _middle(thinning: Thinning, count: int) -> tuple[int, int]:
     """Below the largest, unless too few would be left. Without any, first comes after last."""
     kept = int(complement(thinning.drop_rate) * count)
-    last = min(count, kept + int(thinning.gamma * count))
+    last = min(count, kept + int(thinning.options["gamma"] * count))
     return last, last - kept + 1
 
 
 def _rise(thinning: Thinning, ranks: Any, width: int) -> Any:
     places = ranks / (width - 1) if width > 1 else ranks + 0.5
-    rates = (1 - thinning.drop_rate - thinning.epsilon) + 2 * thinning.epsilon * places
+    epsilon = thinning.options["epsilon"]
+    rates = (1 - thinning.drop_rate - epsilon) + 2 * epsilon * places
     return (rates * (1 << MASK_BITS)).round().clip(1)
 
 
 def _check_rise(thinning: Thinning) -> None:
     rate = thinning.drop_rate
-    epsilon = thinning.epsilon
+    epsilon = thinning.options["epsilon"]
     low = 1 - rate - epsilon
     high = 1 - rate + epsilon
     if rate > 0 and not (low > 1e-9 and high < 1 - 1e-9):
@@ -191,7 +192,7 @@ DROPS: Final = {
             "by size, the smallest and the largest",
         ),
         rescale=NONE,
-        settings=("gamma",),
+        settings={"gamma": 0.01},  # share of the largest to drop
         ends=_middle,
     ),
     DELLA: Drop(
@@ -199,7 +200,7 @@ DROPS: Final = {
             "[DELLA](https://arxiv.org/abs/2406.11617)",
             "at random, small ones more often than large ones",
         ),
-        settings=("epsilon",),
+        settings={"epsilon": 0.15},  # how far keep rates lie around 1 - drop_rate
         check=_check_rise,
         thresholds=_rise,
     ),

@@ -24,6 +24,7 @@ from darelib.models.packed import PackedModel, find_packed
 from darelib.models.peft import PeftAdapter, find_adapter
 from darelib.models.rows import unite_tokens
 from darelib.models.source import UNION, Source, check_links, download, path_hint
+from darelib.models.tensor import Described
 from darelib.models.tensorfile import WEIGHT_SUFFIXES, explain_os_error
 from darelib.models.translation import find_homes, list_ways, put_back, use_names
 from darelib.models.vocabulary import TOKENIZER_FILE
@@ -207,7 +208,7 @@ def place_config(model: Checkpoint, base: Checkpoint) -> None:
 
 
 # Gives tensors that are stored in an encoding of their own that encoding.
-ENCODINGS: Final[tuple[Callable[[Checkpoint], None], ...]] = (recognise_fp8,)
+ENCODINGS: Final[tuple[Callable[[Described], None], ...]] = (recognise_fp8,)
 
 
 def open_checkpoint(source: Source, layout: Layout, _: Checkpoint | None) -> Checkpoint:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from darelib.core.formats import TORCH_NAMES
+from darelib.core.formats import STORED, TORCH_NAMES
 from darelib.core.text import ConfigError
 from darelib.models.tensor import Described, Tensor
 
@@ -51,6 +52,8 @@ class StateDict(Described):
     little time.
     """
 
+    encoded: Mapping[str, Tensor] = MappingProxyType({})  # tensors that an encoding stores
+
     def __init__(self, name: str, state: Mapping[str, torch.Tensor]) -> None:
         from torch import Tensor
 
@@ -87,6 +90,30 @@ class StateDict(Described):
             for name, dtype, shape in zip(self.names, types, self.shapes, strict=True)
         }
 
+    def read_encodings(self, encodings: Iterable[Callable[[Described], None]]) -> None:
+        """Describe it, and let encoded tensors be read as those of files are.
+
+        Tensors that only belong to those, like activation scales, are left out.
+        """
+        self.describe()
+        for recognise in encodings:
+            recognise(self)
+        self.tensors = {name: tensor for name, tensor in self.tensors.items() if tensor.merges}
+        known = self.tensors.items()
+        self.encoded = {name: tensor for name, tensor in known if not isinstance(tensor, InMemory)}
+
+    def find(self, *names: str) -> torch.Tensor:
+        """The first of these tensors that it has; of an encoded one, its values."""
+        name = next(name for name in names if name in self.state or name in self.encoded)
+        if name not in self.encoded:
+            return self.state[name]
+        import torch
+
+        tensor = self.encoded[name]
+        values = torch.from_numpy(tensor.read(0, tensor.count)).reshape(tensor.shape)
+        dtype = getattr(torch, STORED[tensor.dtype][1])
+        return values.to(self.state.get(name, self.values[0]).device, dtype)
+
     @cached_property
     def twins(self) -> tuple[tuple[str, ...], ...]:
         if len(set(self.addresses)) == len(self.addresses):
@@ -110,8 +137,8 @@ class StateDict(Described):
         return mine == (other.addresses, other.names, other.shapes)
 
     def sample(self, name: str, tensor: Tensor, start: int, count: int) -> Array:
-        if name not in self.state:
-            return tensor.read(start, count)
+        if name in self.encoded:
+            return self.encoded[name].read(start, count)
         import torch
 
         values = self.state[name].detach()

@@ -21,6 +21,7 @@ from darelib.core.mask import mask_key
 from darelib.core.text import LOG, ConfigError, DareError
 from darelib.methods import DEFAULT, METHODS
 from darelib.methods.looks import TensorSettings
+from darelib.models.inputs import ENCODINGS
 from darelib.models.states import STATE_DICT_HINT, StateDict, check_state_dict
 from darelib.plan.checks import check_sample
 from darelib.plan.plan import MergePlan, plan_merge
@@ -60,6 +61,9 @@ def merge_tensors(
 ) -> dict[str, Tensor]:
     """The merged state dict. out: tensors to write it into, which may be the base's.
 
+    Tensors in an encoding are read as those of files are, and the merged ones are plain: where the
+    base's are in FP8, they are float32, and have no scales.
+
     solutions: of earlier merges of the same tensors, where several are made.
     """
     if not isinstance(finetuned, Sequence) or isinstance(finetuned, str):
@@ -96,6 +100,7 @@ class StatePlan:
     """A merge of state dicts of some names, shapes and types."""
 
     merge: MergePlan
+    encoded: bool  # whether any of them has tensors in an encoding
     tied: Mapping[str, str]  # by name: the tensor that has the same values everywhere
     # What a GPU's kernels may merge: what all models have, in the base's shape, under its name.
     common: Sequence[TensorPlan]
@@ -116,6 +121,8 @@ def find_plan(config: DareConfig, states: Sequence[StateDict]) -> StatePlan:
     key = repr(config), same, [(s.names, s.shapes, s.dtypes, s.twins) for s in states]
     for known, plan in reversed(_plans):
         if known == key:
+            for state in states if plan.encoded else ():
+                state.read_encodings(ENCODINGS)  # the plan knows those of other states
             return plan
     plan = make_plan(config, states)
     _plans[:] = [*_plans[1 - MOST_PLANS :], (key, plan)]
@@ -124,7 +131,7 @@ def find_plan(config: DareConfig, states: Sequence[StateDict]) -> StatePlan:
 
 def make_plan(config: DareConfig, states: Sequence[StateDict]) -> StatePlan:
     for state in states:
-        state.describe()
+        state.read_encodings(ENCODINGS)
     plan = plan_merge(config, states)
     base = states[0]
     known = {tensor.name: tensor for tensor in plan.tensors}
@@ -139,12 +146,14 @@ def make_plan(config: DareConfig, states: Sequence[StateDict]) -> StatePlan:
         elif tensor.merged and tensor.finetuned and len(tensor.finetuned) == len(states) - 1:
             is_whole = all(info.shape == tensor.base.shape for _, info in tensor.finetuned)
             has_names = all(tensor.name in state.state for state in states)
+            is_plain = not any(tensor.name in state.encoded for state in states)
             # One launch merges by one method.
             is_usual = tensor.settings.method == usual and len({*tensor.mask_names}) == 1
-            if is_whole and has_names and is_usual:
+            if is_whole and has_names and is_plain and is_usual:
                 common.append(tensor)
     return StatePlan(
         merge=plan,
+        encoded=any(state.encoded for state in states),
         tied=tied,
         common=common,
         names=tuple(tensor.name for tensor in common),
@@ -181,9 +190,12 @@ class StateMerge:
     ) -> None:
         self.plan = plan
         self.config = plan.merge.config
-        self.states = states
-        self.base = states[0].state
-        self.models = [state.state for state in states[1:]]
+        base = states[0]
+        if base.encoded:
+            base = StateDict(base.name, {name: base.find(name) for name in base.tensors})
+        self.base = base.state
+        self.models = states[1:]
+        self.states = [base, *self.models]
         self.out = out
         self.solutions = solutions
         if solutions:  # of whole matrices, in a search: lambda only multiplies them
@@ -297,7 +309,7 @@ class StateMerge:
         """The models' tensors, by model. A tied one may be there under another of its names."""
         names = zip(tensor.models, tensor.mask_names, strict=True)
         pairs = [(i, self.models[i], own) for i, own in names]
-        return {i: model[tensor.name if tensor.name in model else own] for i, model, own in pairs}
+        return {i: model.find(tensor.name, own) for i, model, own in pairs}
 
 
 def has_same_bytes(mine: Tensor, theirs: Tensor) -> bool:

@@ -211,7 +211,6 @@ def test_compiled_functions_give_the_bits_of_those_that_define_them(real: Any, c
         run_both(chunks.merge, base, values, own, last_bits, start, 0.02, HOW[0], *nothing)
     run_both(chunks.add_change, base, merged, 0.7)
     run_both(chunks.dot, one, other)
-    run_both(chunks.add_sizes, one)
     run_both(chunks.measure, one, 0.02, np.zeros(1024, np.int64))
     run_both(chunks.compare, one, other)
     raw = one.view(f"u{one.itemsize}")

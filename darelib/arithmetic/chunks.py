@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from darelib.arithmetic import definition
 from darelib.arithmetic.engine import compiled
-from darelib.core.arrays import Array, add_in_turn, add_up, fold_tiles
+from darelib.core.arrays import Array, add_in_turn, fold_tiles
 from darelib.core.drops import Bounds
 from darelib.core.formats import BINS, DIGIT_BITS, FIRST_BIN
 from darelib.core.mask import KEEP_ALL, TILE
@@ -188,11 +188,6 @@ def count_sizes(
 def dot(one: Array, other: Array) -> float:
     """The scalar product: of tiles by halves, then their sums by pairs of neighbours."""
     return definition.dot(one, other)
-
-
-@compiled
-def add_sizes(values: Array) -> float:
-    return add_up(np.abs(values))
 
 
 @compiled

@@ -21,7 +21,6 @@ inline: Any = numba.njit(forceinline=True, error_model="numpy")
 SORT_BITS: Final = 11
 SORT_COUNTERS: Final = 64 // (SORT_BITS - 1) + 1 << SORT_BITS
 SHORT: Final = 16  # so few entries of a row are compared with each other
-LAST_BITS: Final = np.uint16(0xFFFF)
 
 
 def jit(function: Any) -> Any:
@@ -414,21 +413,6 @@ def dot(one: Any, other: Any) -> Any:  # compiled
         for j in range(len(mine)):
             products[j] = np.float64(mine[j]) * np.float64(theirs[j])
         sums[tile] = fold(products)
-    return fold_neighbours(sums)
-
-
-@jit
-def add_sizes(values: Any) -> Any:  # compiled
-    tiles = (len(values) + TILE - 1) // TILE
-    sums = np.empty(max(tiles, 1), np.float64)
-    sums[0] = 0.0
-    sizes = np.empty(TILE, np.float64)
-    for tile in range(tiles):
-        mine = values[tile * TILE : (tile + 1) * TILE]
-        sizes[:] = 0
-        for j in range(len(mine)):
-            sizes[j] = abs(np.float64(mine[j]))
-        sums[tile] = fold(sizes)
     return fold_neighbours(sums)
 
 

@@ -96,7 +96,8 @@ class TensorChunk:
         chunks.count_sizes(scores, shift, prefixes, counts)
 
     def add_sizes(self) -> tuple[float, ...]:
-        return tuple(map(chunks.add_sizes, [*self.deltas, *self.rows]))
+        ones = np.ones_like(self.base)
+        return tuple(chunks.dot(np.abs(row), ones) for row in (*self.deltas, *self.rows))
 
     def multiply_ends(self, ends: int, from_zero: bool) -> tuple[float, ...]:
         kept = dict(zip(self.tensor.models, self.rows, strict=True))

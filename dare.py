@@ -14,9 +14,11 @@ Dropping changes no expectation, and fine-tuned models tolerate it surprisingly 
     from dare import DareConfig, DareMerger          from a script
 
 This file is the front door: DareMerger.merge shows how a merge flows, COMMANDS what the command can
-do. Behind it, in darelib, is a room for each job: core (words, number types, the mask), methods
-(a file for each way to combine), config, arithmetic, models, plan, output, run, requests (what a
-user asks for) and commands. docs/contributing.md has the map.
+do. Behind it, in darelib, is a room for each job: core (words, number types, the mask), methods (a
+file for each way to combine), config (settings), arithmetic (how numbers are merged), models (what
+weights are read from), plan (which models change which tensors), run (read, merge and round, chunk
+by chunk), output (checks and files), requests (what a user asks for) and commands.
+docs/contributing.md has the map.
 """
 
 from __future__ import annotations
@@ -71,15 +73,15 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Reports and plots: their rooms are imported when they are asked for."""
+    """Reports and plots: their modules are imported when they are asked for."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from darelib.commands import dryrun, summary
     from darelib.commands.analyze import analysis
     from darelib.commands.sweep import results
 
-    rooms = (dryrun, summary, evaluate, verify, analysis, results)
-    return next(getattr(room, name) for room in rooms if hasattr(room, name))
+    modules = (dryrun, summary, evaluate, verify, analysis, results)
+    return next(getattr(module, name) for module in modules if hasattr(module, name))
 
 
 def __dir__() -> list[str]:
@@ -345,8 +347,8 @@ def dare_merge(
 
     out: tensors to write it into, such as a live model's or the base's own, so that nothing new is
     allocated. What does not fit is refused before anything is written; a value that is not finite
-    is only met on the way. State dicts may be in FP8 with scales; what comes out is plain: float32
-    in place of the base's FP8.
+    is only met on the way. State dicts may be in FP8, or another encoding that files may have; what
+    comes out is plain: float32 in place of the base's.
     """
     return load_in_memory().merge_tensors(base, finetuned, check_config(config), out)
 
@@ -417,7 +419,7 @@ def dare_sweep(
 # --- the command ---------------------------------------------------------------------------------
 
 
-# By the first word: what it does, and its room, which imports what is heavy when it is run, so that
+# By the first word: what it does, and its module. That imports what is heavy when it is run, so that
 # --help starts at once.
 COMMANDS: Final[Commands] = {
     "merge": ("merge models (default)", merge),
@@ -433,9 +435,9 @@ COMMANDS: Final[Commands] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     def act() -> None:
-        room, flags = parse_flags(arguments, COMMANDS)
+        module, flags = parse_flags(arguments, COMMANDS)
         raise_open_file_limit()
-        room.run(flags, DareMerger)
+        module.run(flags, DareMerger)
 
     return run_command(act)
 

@@ -419,7 +419,7 @@ def dare_sweep(
 # --- the command ---------------------------------------------------------------------------------
 
 
-# By the first word: what it does, and its module. That imports what is heavy when it is run, so that
+# By the first word: what it does, and its module. What is heavy is imported when it is run, so that
 # --help starts at once.
 COMMANDS: Final[Commands] = {
     "merge": ("merge models (default)", merge),

@@ -23,6 +23,7 @@ from tests.support import (
     Refusal,
     Tensors,
     assert_same,
+    command,
     define,
     examples,
     low_rank,
@@ -340,3 +341,27 @@ def test_ranks_that_are_remembered_are_those_that_were_found(
     wanted = merge(tmp_path, base, *models, **config)
     tune(job_elements=4096, min_chunk=1024, max_chunk=1024, ranked_elements=4096, ranked_bytes=room)
     assert_same(merge(tmp_path, base, *models, **config, threads=threads), wanted)
+
+
+def test_stacked_matrices_are_ranked_for_a_look_and_again_for_each_matrix(tmp_path: Path) -> None:
+    """Their chunks begin where a look's do, and are shorter."""
+    models = make_models(2, BF16, {"model.experts.weight": (4, 64, 33)}, 0.001)
+    config = {"method": "wudi", "drop": "della", "drop_rate": 0.5, "rescale": "l1"}
+    plain, compiled = (
+        merge(tmp_path, models[0], *models[1:], engine=engine, **config)
+        for engine in ("plain", "numba")
+    )
+    assert_same(plain, compiled)
+
+
+def test_a_fault_is_told_in_a_sentence_and_no_warning_of_numpy(tmp_path: Path) -> None:
+    base, *models = make_models(2, F32)
+    models[0]["layer.weight"][3, 4] = math.inf
+    paths = save(tmp_path, base=base, math=models[0], code=models[1])
+    for method in ("sce", "arcee_fusion"):
+        tunes = paths[1:] if method == "sce" else paths[1:2]
+        words = ["-b", paths[0], "-m", *tunes, "-o", tmp_path / "out.safetensors"]
+        done = command(*words, "--method", method, "--drop-rate", "0")
+        assert done.returncode == 1
+        assert done.stderr.splitlines()[-2].endswith("'layer.weight' holds inf at [3, 4]")
+        assert "Warning" not in done.stderr

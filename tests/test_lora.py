@@ -738,3 +738,17 @@ def test_an_adapter_on_a_quantised_base_is_refused(
     check_refused(
         base, adapter, "base.safetensors' is quantised", "'layer.weight'", "before quantising"
     )
+
+
+def test_an_adapter_of_a_rank_far_above_its_columns_is_multiplied_whole(tmp_path: Path) -> None:
+    """By so many ranks at a time as there is room for, which the rows of a chunk decide."""
+    tune(min_chunk=1024, max_chunk=1024, expand_elements=4096)
+    weight = torch.zeros(700, 8)
+    tensors = low_rank("layer", (700, 8), rank=64)
+    adapter = write_adapter(tmp_path / "adapter", tensors, r=64, lora_alpha=64)
+    [base] = save(tmp_path, base={"layer.weight": weight})
+    for engine in ("plain", "numba"):
+        config = {"drop_rate": 0.0, "engine": engine, "threads": 1}
+        merged = merge_paths(base, [adapter], tmp_path / OUT, **config)["layer.weight"]
+        a, b = tensors.values()
+        assert torch.allclose(merged.double(), b.double() @ a.double(), atol=1e-6)

@@ -5,7 +5,7 @@ Both give the same bits. Numba takes most of a second to load, so small merges d
 
 import importlib
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any, Final, ParamSpec, TypeVar
 
@@ -34,12 +34,7 @@ class Engine:
         """For so many entries of models: auto takes Numba once that pays for loading it."""
         self._work += work
         self._is_wanted = engine == "numba"
-        self.jitted = self._load() if self.is_compiled(engine) else None
-
-    def is_compiled(self, engine: str, work: int = 0) -> bool:
-        """Whether Numba is to be taken for what was computed so far, and so many entries more."""
-        is_large = self._work + work >= TUNING.compiled_work
-        return engine == "numba" or (engine == "auto" and is_large)
+        self.jitted = self._load() if is_compiled(engine, self._work) else None
 
     def _load(self) -> Any:
         if self._failure:
@@ -47,7 +42,6 @@ class Engine:
         elif self._loaded is None:
             try:
                 self._loaded = importlib.import_module(JITTED)
-                announce(self._loaded)
             except Exception as error:  # of an import: anything
                 self.give_up(error)
         return self._loaded
@@ -72,13 +66,24 @@ class Engine:
 ENGINE: Final = Engine()
 
 
-def announce(jitted: Any) -> None:
-    """Tell of the seconds that the first large merge of an installation waits."""
-    folder = jitted.merge.stats.cache_path
+def is_compiled(engine: str, work: int) -> bool:
+    """Whether Numba is to be taken for so many entries."""
+    return engine == "numba" or (engine == "auto" and work >= TUNING.compiled_work)
+
+
+@cache
+def announce(name: str, function: Any) -> None:
+    """Tell of the seconds that whoever needs a function first in an installation waits."""
+    folder = function.stats.cache_path
     if folder is None:
-        LOG.info("compiling for this machine, each time: there is no place to keep it")
-    elif not any(Path(folder).glob("jitted.merge-*.nbi")):
-        LOG.info("compiling for this machine, once; later runs start at once")
+        tell("compiling for this machine, each time: there is no place to keep it")
+    elif not any(Path(folder).glob(f"jitted.{name}-*.nbi")):
+        tell("compiling for this machine, once; later runs start at once")
+
+
+@cache  # once
+def tell(words: str) -> None:
+    LOG.info(words)
 
 
 def compiled(define: Callable[P, R]) -> Callable[P, R]:
@@ -87,9 +92,12 @@ def compiled(define: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(define)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if ENGINE.jitted is not None:
+        jitted = ENGINE.jitted  # another thread may give it up meanwhile
+        if jitted is not None:
             try:
-                return getattr(ENGINE.jitted, name)(*args, **kwargs)
+                function = getattr(jitted, name)
+                announce(name, function)
+                return function(*args, **kwargs)
             except Exception as error:  # of a compiler: compiled functions raise none
                 ENGINE.give_up(error)
         with np.errstate(all="ignore"):  # what is not finite is found in the result

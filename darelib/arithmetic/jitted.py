@@ -600,17 +600,19 @@ def add_product(left: Any, right: Any, product: Any, first: int) -> None:  # com
         while place < columns and done < len(product):
             width = min(columns - place, len(product) - done, TILE)
             part = product[done : done + width]
-            theirs = right[:, place : place + width]
             k = 0
             while k + 4 <= rank:  # four at a time: the sum stays in registers for longer
                 f0, f1, f2, f3 = mine[k], mine[k + 1], mine[k + 2], mine[k + 3]
-                r0, r1, r2, r3 = theirs[k], theirs[k + 1], theirs[k + 2], theirs[k + 3]
+                r0 = right[k, place : place + width]  # rows, for LLVM to see that they are dense
+                r1 = right[k + 1, place : place + width]
+                r2 = right[k + 2, place : place + width]
+                r3 = right[k + 3, place : place + width]
                 for j in range(width):
                     part[j] = (((part[j] + f0 * r0[j]) + f1 * r1[j]) + f2 * r2[j]) + f3 * r3[j]
                 k += 4
             while k < rank:
                 factor = mine[k]
-                others = theirs[k]
+                others = right[k, place : place + width]
                 for j in range(width):
                     part[j] += factor * others[j]
                 k += 1

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Self
 
-from darelib.arithmetic.engine import ENGINE
+from darelib.arithmetic.engine import is_compiled
 from darelib.commands.report import Report, Section, Table
 from darelib.commands.summary import AdapterFit, say_what
 from darelib.config import TENSOR_SETTINGS, DareConfig, Rule
@@ -30,7 +30,7 @@ from darelib.run.worker import count_work
 # What a merge holds besides its chunks, as measured: the process with all that it has loaded, with
 # Numba or without, and what is known of each tensor of each model.
 PROCESS_BYTES: Final = 56_000_000
-NUMBA_BYTES: Final = 96_000_000
+NUMBA_BYTES: Final = 112_000_000
 TENSOR_BYTES: Final = 900
 
 # How many files a plan names before it says "and 12 more", and how many characters a line of names
@@ -276,8 +276,7 @@ def estimate_memory(plan: FilePlan, inputs: Sequence[Checkpoint]) -> int:
     waiting = [tensor.form.count_held(plan.chunk) for tensor in plan.tensors]
     threads = kept + plan.threads * (own + max(held) + max(waiting, default=0))
     known = TENSOR_BYTES * len(plan.tensors) * len(inputs)
-    is_compiled = ENGINE.is_compiled(plan.config.engine, count_work(plan))
-    process = PROCESS_BYTES + is_compiled * NUMBA_BYTES
+    process = PROCESS_BYTES + is_compiled(plan.config.engine, count_work(plan)) * NUMBA_BYTES
     return process + known + threads + estimate_matrices(plan) + estimate_products(plan)
 
 

@@ -140,10 +140,10 @@ class MatrixCache:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[LowRank, int], Array] = {}
+        self._kept: dict[tuple[LowRank, int, int], Array] = {}
         self._lock = threading.Lock()
 
-    def find(self, key: tuple[LowRank, int], read: Callable[[], Array]) -> Array:
+    def find(self, key: tuple[LowRank, int, int], read: Callable[[], Array]) -> Array:
         with self._lock:
             matrix = self._kept.get(key)
         if matrix is None:
@@ -216,7 +216,9 @@ class LowRank(Tensor):
             ranks = slice(k, min(k + step, product.rank))
             left = self._read_matrix(product.left, rows, ranks)
             read_right = partial(self._read_matrix, product.right, ranks, columns)
-            add_product(left, MATRICES.find((self, k), read_right), made, start % self.columns)
+            add_product(
+                left, MATRICES.find((self, k, ranks.stop), read_right), made, start % self.columns
+            )
         with np.errstate(over="ignore"):  # the merge finds what is out of range, and says where
             made *= made.dtype.type(product.scale)
         if self.whole is not None:

@@ -18,7 +18,7 @@ from darelib.core.text import DareError
 from darelib.core.tuning import TUNING
 from darelib.methods import METHODS, OPERATIONS, returns_model
 from darelib.methods.looks import Coefficients, Piece
-from darelib.models.tensor import Described, Known
+from darelib.models.tensor import Described, Known, Tensor
 from darelib.plan.plan import MergePlan
 from darelib.plan.tensorplan import TensorPlan
 
@@ -63,8 +63,7 @@ class TensorChunk:
     @cached_property
     def deltas(self) -> list[Array]:
         models = zip(self.tensor.finetuned, self.values, strict=True)
-        with np.errstate(all="ignore"):  # what is not finite is found in the result
-            return [values if info.is_delta else values - self.base for (_, info), values in models]
+        return [values if info.is_delta else values - self.base for (_, info), values in models]
 
     @cached_property
     def rows(self) -> NDArray[Any]:
@@ -102,8 +101,7 @@ class TensorChunk:
     def multiply_ends(self, ends: int, from_zero: bool) -> tuple[float, ...]:
         kept = dict(zip(self.tensor.models, self.rows, strict=True))
         origin = self.base if from_zero else np.zeros_like(self.base)
-        with np.errstate(all="ignore"):
-            return multiply_ends(origin, kept, ends, chunks.dot)
+        return multiply_ends(origin, kept, ends, chunks.dot)
 
     def measure(self, row: int, counts: Any) -> tuple[int, int, float, float]:
         """How many entries of a delta are 0, and large, and the sums of sizes and squares."""
@@ -138,8 +136,7 @@ class TensorChunk:
             )
             self._merge(how, self.values[:0], self.merged)
             return
-        with np.errstate(all="ignore"):
-            merged = OPERATIONS[operation].combine(self.as_piece(), own)
+        merged = OPERATIONS[operation].combine(self.as_piece(), own)
         self.merged = np.ascontiguousarray(merged)
         self.add_change()
 
@@ -194,9 +191,10 @@ class ChunkReader:
             values = np.zeros_like(values)
         last_bits = np.zeros((len(cuts), 0), np.uint16)
         if tensor.ranks and cuts:
-            known = self._ranked.pop((tensor.name, start), None)
-            last_bits = self._rank(tensor, start, count, remember) if known is None else known
-        large = self._plan.config.delta_threshold
+            known = self._ranked.pop((tensor.name, start), last_bits)[:, :count]
+            is_known = known.shape[1] == count
+            last_bits = known if is_known else self._rank(tensor, start, count, remember)
+        large = float(self._plan.config.delta_threshold)
         return TensorChunk(tensor, start, base, values, cuts, last_bits, large)
 
     def load_rows(
@@ -259,12 +257,15 @@ class ChunkReader:
         width = tensor.base.width
         first = start // width * width
         elements = -(-(start + count) // width) * width - first
-        base, values = self._read(tensor, first, elements, len(tensor.finetuned))
-        found = np.zeros((len(values), count), np.uint16)
-        for (i, info), mine, last_bits in zip(tensor.finetuned, values, found, strict=True):
+        known, base = self._read_base(tensor, first, elements)
+        found = np.zeros((len(tensor.finetuned), count), np.uint16)
+        delta = np.empty_like(base)  # of one model at a time: rows may be long
+        for (i, info), last_bits in zip(tensor.finetuned, found, strict=True):
             thinning = tensor.settings.thinnings[i]
             if thinning.scheme.thresholds:
-                sizes = np.abs(mine if info.is_delta else mine - base).view(f"u{mine.itemsize}")
+                self._read_model(info, first, known, base, delta)
+                delta -= 0 if info.is_delta else base
+                sizes = np.abs(delta, out=delta).view(f"u{delta.itemsize}")
                 by_rank = find_last_bits(thinning, width)
                 last_bits[:] = chunks.rank_rows(sizes, by_rank, start - first, count)
         room = (len(self._ranked) + 1) * self._plan.chunk * len(found) * 2
@@ -276,15 +277,24 @@ class ChunkReader:
         self, tensor: TensorPlan, start: int, count: int, models: int
     ) -> tuple[Array, NDArray[Any]]:
         """Elements of the base and, in rows, of so many models, or none."""
-        known = Known(tensor.base, tensor.base.read(start, count))
-        base = known.values.astype(FORMATS[tensor.real].real, copy=False)
+        known, base = self._read_base(tensor, start, count)
         values = np.empty((models, count), base.dtype)
         for (_, info), row in zip(tensor.finetuned, values, strict=False):
-            present = max(0, min(count, info.count - start))  # less, if the model has fewer rows
-            row[present:] = 0 if info.is_delta else base[present:]
-            if present:
-                info.read_into(row[:present], start, known)
+            self._read_model(info, start, known, base, row)
         return base, values
+
+    def _read_base(self, tensor: TensorPlan, start: int, count: int) -> tuple[Known, Array]:
+        known = Known(tensor.base, tensor.base.read(start, count))
+        return known, known.values.astype(FORMATS[tensor.real].real, copy=False)
+
+    def _read_model(
+        self, info: Tensor, start: int, known: Known, base: Array, values: Array
+    ) -> None:
+        """Fill values with elements of a model; of the base, where the model has fewer rows."""
+        present = max(0, min(len(values), info.count - start))
+        values[present:] = 0 if info.is_delta else base[present:]
+        if present:
+            info.read_into(values[:present], start, known)
 
 
 def make_cut(tensor: TensorPlan, row: int, seed: int, own: Coefficients, is_merge: bool) -> Cut:

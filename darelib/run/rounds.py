@@ -102,17 +102,25 @@ def measure_rate(
     """
     done: list[tuple[Job, Outcome | None]] = []
     first = next(iter(rounds), iter(()))
-    started = time.perf_counter()
 
-    def list_some() -> Iterator[Job]:
-        for job in first:
-            yield job
-            if time.perf_counter() - started > TUNING.sample_seconds:
-                return
+    def run(most_seconds: float) -> float:
+        started = time.perf_counter()
 
-    run_rounds(
-        [list_some()], worker, lambda *_: None, lambda *found: done.append(found), interrupts
-    )
-    seconds = time.perf_counter() - started
+        def list_some() -> Iterator[Job]:
+            for job in first:
+                yield job
+                if time.perf_counter() - started > most_seconds:
+                    return
+
+        note = done.append
+        run_rounds([list_some()], worker, lambda *_: None, lambda *found: note(found), interrupts)
+        return time.perf_counter() - started
+
+    warm_up = run(0)  # it may load Numba, and compile
+    unmeasured = sum(job.bytes_read for job, _ in done)
+    seconds = run(TUNING.sample_seconds)
+    size = sum(job.bytes_read for job, _ in done)
     outcomes = [outcome for _, outcome in done if outcome]
-    return sum(job.bytes_read for job, _ in done), seconds, outcomes
+    if size == unmeasured:  # there was one job
+        return size, warm_up, outcomes
+    return size - unmeasured, seconds, outcomes

@@ -158,7 +158,8 @@ class Worker:
         ENGINE.choose(plan.config.engine, count_work(plan))
 
     def run(self, job: Job, write: Write) -> Outcome | None:
-        return self.tasks[job.kind](job, write)
+        with np.errstate(all="ignore"):  # what is not finite is found in the result
+            return self.tasks[job.kind](job, write)
 
     def chunks(self, job: Job) -> Iterator[tuple[int, int]]:
         """Where each chunk starts, and how long it is."""

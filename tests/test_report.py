@@ -300,10 +300,11 @@ def test_the_plan_says_what_does_not_fit_and_what_will_be_replaced(capsys: Captu
     [({}, 0), ({"method": "slerp"}, 1), ({"method": "ties", "keep_ratio": 0.5}, 2)],
     ids=str,
 )
-@pytest.mark.parametrize(("seconds", "jobs"), [(60, 8), (0, 1)], ids=["a round", "a job of it"])
+@pytest.mark.parametrize(("seconds", "jobs"), [(60, 7), (0, 1)], ids=["a round", "a job of it"])
 def test_the_estimate_is_what_the_first_jobs_say_of_all(
     config: Config, looks: int, seconds: float, jobs: int
 ) -> None:
+    """But for the very first, which may load Numba and compile."""
     base = {f"t{k}": torch.ones(20_000, dtype=BF16) for k in range(8)}
     paths = save_models(Path(), [base, finetune(base, 1), finetune(base, 2)])
     merger = DareMerger(paths[0], paths[1:], DareConfig(verbose=False, threads=1, **config))

@@ -160,7 +160,6 @@ class TensorChunk:
 class ChunkReader:
     def __init__(self, plan: MergePlan, inputs: Sequence[Described]) -> None:
         self._plan = plan
-        self._models = inputs[1:]
         self._names = [model.name for model in inputs]
         # Last bits by tensor and start, which the merge wants again after a look.
         self._ranked: dict[tuple[str, int], NDArray[np.uint16]] = {}
